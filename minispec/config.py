@@ -307,6 +307,9 @@ class Config:
     decode_log_interval: int = _flag(40, "Logging", "decode steps between two log lines", low=1)
 
     draft_path: str | None = field(default=None, init=False)  # the draft model or head: as named, or a shipped one
+    # What environment variables of SGLang's say, on a command line: `load/flags.py`.
+    force_greedy: bool = False  # with NGRAM every request's temperature counts as 0
+    record_step_time: bool = False  # /server_info has the times of the newest decode steps
     notes: tuple[str, ...] = ()  # lines to log, one for each flag that does not act as given
 
     def __post_init__(self) -> None:
@@ -419,6 +422,10 @@ class Config:
                              "NONE drafts none")  # fmt: skip
         if self.speculative_draft_model_revision is not None and self.speculative_draft_model_path is None:
             raise ValueError("--speculative-draft-model-revision needs --speculative-draft-model-path")
+
+        if self.force_greedy:
+            does = "temperatures of requests count as 0" if self.verifies_greedily else "nothing but with NGRAM"
+            self._note(f"SGLANG_NGRAM_FORCE_GREEDY_VERIFY: {does}")
 
     def _check_rounds(self) -> None:
         """Raise ValueError if some of the numbers of a tree grown in rounds are given and others are missing."""
@@ -556,6 +563,11 @@ class Config:
         """How the drafter's weights are quantized: fp8 or None, by the drafter's flag, else as the target's."""
         wanted = self.speculative_draft_model_quantization or self.quantization
         return "fp8" if wanted == "fp8" and (self.algorithm in GROWN or self.is_own_drafter) else None
+
+    @property
+    def verifies_greedily(self) -> bool:
+        """Whether every request's temperature counts as 0."""
+        return self.force_greedy and self.algorithm == "NGRAM"
 
     @property
     def is_own_drafter(self) -> bool:

@@ -80,6 +80,8 @@ class LLM:
                 adapts_from=config.adapts_from(engine.device.type == "cuda"),
             ),
         )
+        self.scheduler.greedy = config.verifies_greedily
+        self.scheduler.metrics.recorded = {} if config.record_step_time else None
         engine.when_settled(self.scheduler.restart_times)  # step times taken while a compiler ran mean nothing
         engine.when_settled(self.move_weights)
         logger.info("%s", startup_line(config, self.scheduler))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+from test_llm import CONFIG, DUMMY
 
+from minispec import LLM, SamplingParams
 from minispec.config import Config, flag_name
 from minispec.load.flags import config_from_args, flags_page
-from minispec.load.sglang_flags import INSTEAD, LINES, REFUSED, SPEC_V2, VARIABLES, foreign_flags
+from minispec.load.sglang_flags import GREEDY, INSTEAD, LINES, RECORD, REFUSED, SPEC_V2, VARIABLES, foreign_flags
 from minispec.load.tree_shape import tree_shape
 from minispec.ngram import NgramDrafter, NgramOptions
 
@@ -311,6 +314,24 @@ def test_variables_of_sglang_that_are_set_are_named_in_one_line() -> None:
     (note,) = config_from_args([], environ).notes
     assert note.endswith(f"not read here: SGLANG_A, SGLANG_B, {SPEC_V2}")
     assert config_from_args([], {"HOME": "/"}).notes == ()
+
+
+def test_two_variables_of_sglang_act(tmp_path: Path) -> None:
+    ngram, environ = ["--speculative-algo=ngram"], {GREEDY: "True", RECORD: "1"}
+    config = config_from_args(ngram, environ)
+    assert config.verifies_greedily and config.record_step_time
+    assert config.notes == (f"{GREEDY}: temperatures of requests count as 0",)
+    other = config_from_args([], environ)
+    assert not other.verifies_greedily and other.notes == (f"{GREEDY}: nothing but with NGRAM",)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    options = {**DUMMY, "device": "cpu", "speculative_algorithm": "NGRAM"}
+    greedy, plain = LLM(tmp_path, force_greedy=True, record_step_time=True, **options), LLM(tmp_path, **options)
+    hot, cold = (SamplingParams(temperature=heat, sampling_seed=3, max_new_tokens=9) for heat in (2.0, 0.0))
+    texts = [llm.generate([1, 2, 3], wish)["output_ids"] for llm in (greedy, plain) for wish in (hot, cold)]
+    assert texts[0] == texts[1] == texts[3] != texts[2]
+    times = greedy.scheduler.stats()["step_time_dict"]
+    assert list(times) == ["1"] and 2 <= len(times["1"]) <= 16 and min(times["1"]) > 0
+    assert "step_time_dict" not in plain.scheduler.stats()
 
 
 def test_spec_v2_says_that_trees_are_served() -> None:

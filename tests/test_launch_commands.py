@@ -36,6 +36,7 @@ from minispec.beam import candidate_count
 from minispec.config import FLAGS, NUMBERS, flag_name
 from minispec.llm import startup_line
 from minispec.load.flags import config_from_args
+from minispec.serve.notebooks import print_highlight
 
 Tensors = dict[str, Tensor]
 APPENDED = ["--device", "cpu", "--disable-torch-compile"]
@@ -405,3 +406,64 @@ def test_without_numbers_the_documented_ones_are_told_and_those_of_lookups_apart
         assert stats["speculative_lookup_num_draft_tokens"] == 12
         steps, topk, nodes = documented
         assert f"num_steps={steps}, eagle_topk={topk}, draft_tokens={nodes}, lookup_draft_tokens=12" in line
+
+
+# A cell of each kind that the older pages have, with the import changed: they name a port or get one.
+CELLS = {
+    "named port": """
+from minispec.serve.notebooks import execute_shell_command, wait_for_server, terminate_process
+
+server_process = execute_shell_command(
+    '''
+python3 -m sglang.launch_server --model meta-llama/Llama-2-7b-chat-hf --speculative-algo EAGLE \\
+    --speculative-draft lmzheng/sglang-EAGLE-llama2-chat-7B --speculative-num-steps 5 \\
+    --speculative-eagle-topk 8 --speculative-num-draft-tokens 64 --mem-fraction 0.7 --port=30020
+'''
+)
+wait_for_server("http://localhost:30020")
+""",
+    "free port": """
+from minispec.serve.notebooks import launch_server_cmd, print_highlight, wait_for_server, terminate_process
+
+server_process, port = launch_server_cmd(
+    '''
+python3 -m sglang.launch_server --model meta-llama/Llama-2-7b-chat-hf  --speculative-algorithm EAGLE \\
+    --speculative-draft-model-path lmsys/sglang-EAGLE-llama2-chat-7B --speculative-num-steps 3 \\
+    --speculative-eagle-topk 4 --speculative-num-draft-tokens 16 --cuda-graph-max-bs 8 --log-level warning
+'''
+)
+wait_for_server(f"http://localhost:{port}", process=server_process)
+""",
+}
+CALL = """
+import openai
+
+client = openai.Client(base_url=f"http://127.0.0.1:{port}/v1", api_key="None")
+response = client.chat.completions.create(
+    model="meta-llama/Llama-2-7b-chat-hf",
+    messages=[{"role": "user", "content": "List 3 countries and their capitals."}],
+    temperature=0,
+    max_tokens=64,
+)
+print_highlight(f"Response: {response}")
+terminate_process(server_process)
+"""
+
+
+@pytest.mark.parametrize(("cell", "command"), [("named port", -4), ("free port", 0)])
+def test_a_cell_of_the_older_pages_runs_with_one_import_changed(
+    cell: str, command: int, text: Text, demo_folder: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(folder, text, demo_folder, DOCUMENTED[command])
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    port = free_port()
+    shown: list[str] = []
+    names: dict[str, Any] = {"port": port, "print_highlight": print}
+    exec(CELLS[cell].replace("30020", str(port)), names)
+    names["print_highlight"] = lambda said: (shown.append(said), print_highlight(said))
+    exec(CALL, names)
+    assert shown[0].startswith("Response: ChatCompletion(") and "completion_tokens=64" in shown[0]
+    assert names["server_process"].returncode == 0

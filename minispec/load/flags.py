@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from minispec.config import FLAGS, Config, flag_name
-from minispec.load.sglang_flags import ARGUMENTS, INSTEAD, READ, SPEC_V2, VARIABLES, foreign_flags
+from minispec.load.sglang_flags import ARGUMENTS, GREEDY, INSTEAD, READ, RECORD, SPEC_V2, VARIABLES, foreign_flags
 
 _TYPES = {"str": str, "int": int, "float": float, "Ints": int}  # of a field -> of a word on the command line
 _ALIASES = {  # other spellings, SGLang's own and those of its documents' history
@@ -43,7 +43,7 @@ def config_from_args(argv: Sequence[str] | None = None, environ: Mapping[str, st
     """Parse a command line (default: the process's own); a bad one prints one line and exits with status 2.
 
     The line says what is missing before it complains of a flag: a model family first, then a method of drafting.
-    environ: looked through for SGLang's variables, to note that they are not read.
+    environ: looked through for SGLang's variables; two act, and the others are noted.
     """
     parser = _parser()
     given, unknown = parser.parse_known_args(None if argv is None else list(argv))
@@ -56,7 +56,8 @@ def config_from_args(argv: Sequence[str] | None = None, environ: Mapping[str, st
         wrong = [*wrong, f"unknown argument {unknown[0]}{hint}"]
     if values.get("trust_remote_code"):
         notes = [*notes, "--trust-remote-code is without effect: code of a model repository never runs here"]
-    notes += _variables(environ, values.get("speculative_eagle_topk"))
+    asked, said = _variables(environ, values.get("speculative_eagle_topk"))
+    notes, values = [*notes, *said], values | asked
     try:
         config = Config(**values, notes=tuple(notes))
     except ValueError as error:
@@ -109,18 +110,18 @@ class _Foreign(argparse.Action):
         namespace.notes = [*getattr(namespace, "notes", []), f"{given} changes nothing: {reason}"]
 
 
-def _variables(environ: Mapping[str, str], topk: int | None) -> list[str]:
-    """Return the notes on SGLang's environment variables that are set."""
+def _variables(environ: Mapping[str, str], topk: int | None) -> tuple[dict[str, bool], list[str]]:
+    """Return the fields that SGLang's environment variables set, and the notes on the others that are set."""
     names = sorted(name for name in environ if name.startswith("SGLANG_"))
+    on = [name for name in names if environ[name].lower() in ("1", "true", "yes", "y")]
     notes = []
-    if environ.get(SPEC_V2, "").lower() in ("1", "true", "yes", "y"):
-        names.remove(SPEC_V2)
+    if SPEC_V2 in on:
         trees = f"; with --speculative-eagle-topk {topk} trees are served all the same" if (topk or 1) > 1 else ""
         notes.append(f"{SPEC_V2} changes nothing: on CUDA steps overlap without it, unless --disable-overlap-schedule "
                      f"is given{trees}")
-    if names:
-        notes.append(f"these environment variables of SGLang's are not read here: {', '.join(names)}")
-    return notes
+    if others := [name for name in names if name not in on or name not in (SPEC_V2, GREEDY, RECORD)]:
+        notes.append(f"these environment variables of SGLang's are not read here: {', '.join(others)}")
+    return {"force_greedy": GREEDY in on, "record_step_time": RECORD in on}, notes
 
 
 @cache
@@ -198,7 +199,8 @@ def flags_page() -> str:
         markdown_table(("flags", "what is done instead"), lines),
         "## Flags that are refused",
         markdown_table(("flags", "why", "accepted"), refused),
-        "## SGLang's environment variables", "They are not read, and those that are set are named in a line at start.",
+        "## SGLang's environment variables",
+        f"`{GREEDY}` and `{RECORD}` act. The others are not read, and those that are set are named in a line at start.",
         markdown_table(("variable", "what holds here"), [(f"`{name}`", text) for name, text in VARIABLES.items()]),
     ]) + "\n"  # fmt: skip
 

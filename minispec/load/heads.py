@@ -286,8 +286,8 @@ def layer_config(stated: Stated) -> Stated:
 def _check_single(key: str, stated: Stated) -> None:
     """Raise ModelError unless the number of layers that `key` states, if it does, is one."""
     if (layers := stated.get(key, 1)) != 1:
-        raise ModelError(f"{key} is {layers}, and such a head needs keys and values for each of its layers, and another "
-                         "layer for each round; supported: 1")  # fmt: skip
+        raise ModelError(f"{key} is {layers}, and such a head needs keys and values for each of its layers, and "
+                         "another layer for each round; supported: 1")  # fmt: skip
 
 
 def check_fit(hidden_size: int, vocab_size: int, target: ModelConfig) -> None:

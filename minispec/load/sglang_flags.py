@@ -3,7 +3,7 @@
 A flag of SGLang's acts (it is a field of `Config`), or it is here. One in `LINES` is taken with any value, and one line
 at start says what is done instead. One in `REFUSED` would change what clients get, or would open or close a door, so
 the server does not start; `--flag=value` there marks a value that describes what is so anyway, one of several perhaps,
-and `--flag=` the bare switch that does. Variables are never read, except for the wish in SGLANG_ENABLE_SPEC_V2.
+and `--flag=` the bare switch that does. Of variables three are read, by `flags.py`.
 
 docs/flags.md is written from these tables. Read next: `flags.py`, which reads them.
 """
@@ -231,16 +231,17 @@ INSTEAD["speculative_draft_load_format"] = {
     **INSTEAD["load_format"], "dummy": ("auto", "what kind of head a draft is, its tensors tell, so they are read"),
 }  # fmt: skip
 
-SPEC_V2 = "SGLANG_ENABLE_SPEC_V2"
+SPEC_V2, GREEDY, RECORD = "SGLANG_ENABLE_SPEC_V2", "SGLANG_NGRAM_FORCE_GREEDY_VERIFY", "SGLANG_RECORD_STEP_TIME"
 VARIABLES = {  # -> what holds here, whether the variable is set or not
     SPEC_V2: "on CUDA steps overlap unless --disable-overlap-schedule is given, with trees (topk above 1) too",
     "SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "a step describes itself on the device; there is no plan to overlap",
-    "SGLANG_NGRAM_FORCE_GREEDY_VERIFY": "sampled requests are verified exactly with every drafter",
+    GREEDY: "with NGRAM every request's temperature counts as 0, and a line says so; without it sampled requests are "
+        "verified exactly",
     "SGLANG_SIMULATE_ACC_LEN": "--simulate-acc-len simulates acceptance",
     "SGLANG_SIMULATE_ACC_METHOD": "--simulate-acc-len draws the floor or the ceiling of its number",
     "SGLANG_RETURN_ORIGINAL_LOGPROB":
         "log-probabilities are the model's own, before temperature, penalties and filters",
-    "SGLANG_RECORD_STEP_TIME": "times of decode steps are in /metrics, by tree size",
+    RECORD: "/server_info has step_time_dict, the newest 1,000 decode steps by number of requests",
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN":
         "a context beyond the target's is refused; beyond the draft's the draft runs on, and a line says so",
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "/health generates nothing, /health_generate one token",

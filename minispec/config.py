@@ -265,6 +265,10 @@ class Config:
         "default: unless numbers of steps, branches or nodes are given, which then stay fixed, on CUDA for batches "
         f"below {WIDE}",
     )
+    speculative_adaptive_config: str | None = _flag(
+        None, "Speculation", "FILE of JSON with candidate_steps by least batch: a step drafts so many rounds or none; "
+        "default: any number of rounds that the drafter's trees have",
+    )  # fmt: skip
     speculative_lookup: bool | None = _flag(
         None, "Speculation", "beside a draft head or model look up texts as NGRAM does, and verify for each request "
         "the better bet; on CUDA steps then do not overlap; default: on a CPU, unless numbers are given",

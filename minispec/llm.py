@@ -23,6 +23,7 @@ import torch
 from minispec.asked.answers import meta_info
 from minispec.config import Config
 from minispec.load.build import Build
+from minispec.load.tree_shape import allows
 from minispec.load.warm_up import shapes
 from minispec.request import Request, RequestError, SamplingParams
 from minispec.scheduler import Scheduler, SchedulerOptions
@@ -80,6 +81,7 @@ class LLM:
                 adapts_from=config.adapts_from(engine.device.type == "cuda"),
             ),
         )
+        self.scheduler.policy.allows = allows(config, {size.nodes: size.steps for size in engine.drafter.trees})
         self.scheduler.greedy = config.verifies_greedily
         self.scheduler.metrics.recorded = {} if config.record_step_time else None
         engine.when_settled(self.scheduler.restart_times)  # step times taken while a compiler ran mean nothing

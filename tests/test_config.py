@@ -113,7 +113,7 @@ def test_every_flag_reaches_its_field_and_underscores_do_too() -> None:
         "speculative_draft_load_format": "pt", "log_level_http": "info", "chat_template": "chatml",
         "cors_origins": "https://a.example", "tool_call_parser": "qwen25", "reasoning_parser": "qwen3",
         "ssl_keyfile": __file__, "ssl_certfile": __file__, "dist_init_addr": "here:1", "ray_address": "here:1",
-        "speculative_draft_model_quantization": "unquant",
+        "speculative_draft_model_quantization": "unquant", "speculative_adaptive_config": __file__,
     }  # fmt: skip
     flags = [f for f in dataclasses.fields(Config) if f.metadata]
     assert len(flags) > 30

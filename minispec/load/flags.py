@@ -195,6 +195,12 @@ def flags_page() -> str:
         "trie of all texts. The two match window sizes bound both, except that the dictionary knows no suffix of one "
         "token; what begins with \"trie:\" is of the trie alone. NGRAM on CUDA reads the trie alone, and so it does "
         "on a CPU with `--no-speculative-adaptive` or a number of draft tokens.",
+        "The file of `--speculative-adaptive-config` has SGLang's form: `{\"1\": {\"candidate_steps\": [1, 3]}, \"8\": "
+        "{\"candidate_steps\": [1]}}`. A key is the least batch of a range, and its list bounds the rounds that a step "
+        "may draft there; plain steps are always allowed. Trees have two sizes: `--speculative-num-steps`, and the "
+        "smallest number of the file below it. `ema_alpha`, `warmup_batches`, `update_interval`, `up_hysteresis`, "
+        "`down_hysteresis` and `ceiling_coeff` are accepted and have no effect: here a smoothed accept length does not "
+        "choose, but the expected tokens over the measured times of steps (docs/architecture.md, Steps).",
         "## Flags with a line at start, whatever their value",
         markdown_table(("flags", "what is done instead"), lines),
         "## Flags that are refused",

@@ -74,7 +74,6 @@ LINES = {  # what is done instead -> flags; a whole clause, as it follows "--fla
     "the prefix cache drops what was used longest ago, and a chat's prefix is found without a session": """
         --radix-eviction-policy --radix-eviction-policy-config --radix-cache-backend --enable-session-radix-cache
         --strip-thinking-cache""",
-    "shapes are chosen by what they are measured to be worth, from at most three": "--speculative-adaptive-config",
     "drafts are accepted where they are what the target draws itself, which is as exact": """
         --speculative-use-rejection-sampling --speculative-use-block-verification""",
     "a head with more than one layer is refused when it is loaded": "--enable-multi-layer-eagle",

@@ -132,8 +132,8 @@ class Config:
     )
     admin_api_key: str | None = _flag(
         None, "Server",
-        "key for /flush_cache, /set_internal_state, /replicas/{i}/restart and aborting others' requests, where "
-        "--api-key is not enough then; it opens every other path too; default: none",
+        "key for /flush_cache, /set_internal_state, /replicas/{i}/restart, external corpora and aborting others' "
+        "requests, where --api-key is not enough then; it opens every other path too; default: none",
     )  # fmt: skip
     ssl_keyfile: str | None = _flag(None, "Server", "FILE with the private key to speak TLS with; default: no TLS")
     ssl_certfile: str | None = _flag(None, "Server", "FILE with its certificate and those above it; default: no TLS")
@@ -300,6 +300,17 @@ class Config:
     )
     speculative_ngram_branch_length: int = _flag(18, "Speculation", "trie: length of the paths indexed", low=2)
     speculative_ngram_capacity: int = _flag(10_000_000, "Speculation", "trie: most nodes", low=3)
+
+    speculative_ngram_external_corpus_path: str | None = _flag(
+        None, "Speculation", "FILE of JSON lines, texts that lookups draft from, as corpus external; more come by POST "
+        "/add_external_corpus; default: none",
+    )  # fmt: skip
+    speculative_ngram_external_corpus_max_tokens: int = _flag(
+        10_000_000, "Speculation", "most tokens of all external corpora together", low=1, high=2**31 - 2
+    )
+    speculative_ngram_corpus_folder: str | None = _flag(
+        None, "Speculation", "FOLDER below which file_path of /add_external_corpus may name files; default: none may"
+    )
 
     log_level: str = _flag("info", "Logging", "how much is logged", choices=_LEVELS)
     log_level_http: str = _flag(

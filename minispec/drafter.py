@@ -23,7 +23,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor, nn
 
@@ -31,6 +31,9 @@ from minispec.attention import AttendKind, PagedAttend, Plan
 from minispec.compiled import CompileFor, Compiler, Small
 from minispec.kv import KVShape, PagedKV
 from minispec.tree import PADDING, DraftTree, problem
+
+if TYPE_CHECKING:
+    from minispec.corpora import Corpora
 
 logger = logging.getLogger("minispec")
 
@@ -133,6 +136,7 @@ class Drafter(ABC):
     network: nn.Module | None = None  # the module that the drafter drafts with; `load/` packs its linear layers
     small = Small()  # the functions around the network; a drafter that has some sets its own in __init__
     commits: bool = True  # whether the engine calls `commit`; False saves the work for a drafter without device state
+    corpora: Corpora | None = None  # the external corpora that drafts may come from, if it looks texts up
     # Whether `host_drafts` looks trees up beside those of `propose`; each request verifies one of the two trees.
     looks_up: bool = False
 
@@ -214,6 +218,9 @@ class Drafter(ABC):
     def predict(self, slot: int, tokens: Sequence[int]) -> None:  # noqa: B027  see `observe`
         """Take in a text that a slot's output may resemble, as a hint for drafts; called before `observe`."""
 
+    def consult(self, slot: int, corpus: str) -> None:  # noqa: B027  see `observe`
+        """Draft for a slot's request from this external corpus and from no other; called before `observe`."""
+
     def ignore(self, slot: int) -> None:  # noqa: B027  a drafter that reads no text learns nothing for others
         """Learn nothing from this slot's text until it is released: other requests must not profit from it."""
 
@@ -243,6 +250,8 @@ class HostDrafter(ABC):
     nodes: int  # N, root included: the most nodes of a tree
     depth: int  # the edges on the longest path; A = depth + 1 is the most tokens that a step emits for a request
 
+    corpora: Corpora | None = None  # as `Drafter.corpora`
+
     @abstractmethod
     def propose(self, slots: Sequence[int]) -> list[Draft]:
         """Return one tree per slot; its first token is the newest token of the slot's text."""
@@ -253,6 +262,9 @@ class HostDrafter(ABC):
 
     def predict(self, slot: int, tokens: Sequence[int]) -> None:  # noqa: B027  a drafter may ignore the hint
         """Take in a text that a slot's output may resemble; called before `commit`."""
+
+    def consult(self, slot: int, corpus: str) -> None:  # noqa: B027  see `predict`
+        """Draft for a slot's request from this external corpus and from no other; called before `commit`."""
 
     @abstractmethod
     def release(self, slot: int) -> None:
@@ -274,7 +286,7 @@ class HostTrees(Drafter):
     def __init__(self, inner: HostDrafter, vocab_size: int, smaller: int | None = None) -> None:
         """smaller: the number of nodes to which trees may be cut; None if they are never cut."""
         self.inner, self.vocab_size = inner, vocab_size
-        self.name, self.nodes, self.depth = inner.name, inner.nodes, inner.depth
+        self.name, self.nodes, self.depth, self.corpora = inner.name, inner.nodes, inner.depth, inner.corpora
         self.smaller = None if smaller is None else TreeSize(smaller, min(inner.depth, smaller - 1))
         self.refused = 0  # how many trees broke the invariant since the start
         self._ignored: set[int] = set()  # slots whose text the drafter never sees; they get no drafts
@@ -311,6 +323,10 @@ class HostTrees(Drafter):
     def predict(self, slot: int, tokens: Sequence[int]) -> None:
         if slot not in self._ignored:
             self.inner.predict(slot, tokens)
+
+    def consult(self, slot: int, corpus: str) -> None:
+        if slot not in self._ignored:
+            self.inner.consult(slot, corpus)
 
     def release(self, slot: int) -> None:
         """Release the slot; its text may be read again."""

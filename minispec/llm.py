@@ -23,6 +23,7 @@ import torch
 from minispec.asked.answers import meta_info
 from minispec.config import Config
 from minispec.load.build import Build
+from minispec.load.corpora import Library
 from minispec.load.tree_shape import allows
 from minispec.load.warm_up import shapes
 from minispec.request import Request, RequestError, SamplingParams
@@ -84,6 +85,10 @@ class LLM:
         self.scheduler.policy.allows = allows(config, {size.nodes: size.steps for size in engine.drafter.trees})
         self.scheduler.greedy = config.verifies_greedily
         self.scheduler.metrics.recorded = {} if config.record_step_time else None
+        self.corpora = Library(engine.drafter.corpora, self.tokenizer, config.speculative_ngram_corpus_folder,
+                               config.speculative_ngram_external_corpus_max_tokens)  # fmt: skip
+        if config.speculative_ngram_external_corpus_path is not None:
+            self.corpora.at_start(config.speculative_ngram_external_corpus_path)
         engine.when_settled(self.scheduler.restart_times)  # step times taken while a compiler ran mean nothing
         engine.when_settled(self.move_weights)
         logger.info("%s", startup_line(config, self.scheduler))
@@ -121,6 +126,7 @@ class LLM:
         """Run requests to their ends and return their texts; raises RequestError, and runs none, if one is invalid."""
         for request in requests:
             self.scheduler.validate(request)
+            self.corpora.check(request.params)
         texts = dict.fromkeys(requests, "")
         for request in requests:
             self.scheduler.submit(request)

@@ -359,7 +359,7 @@ def test_a_documented_command_serves_the_documented_call(
     case: Case, text: Text, demo_folder: Path, folder: Path, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture
 ) -> None:  # fmt: skip
-    assert len(CASES) == 19
+    assert len(CASES) == 20
     make(folder, text, demo_folder, case.command)
     alone = case == CASES[0]  # in a process of its own, which takes seconds to begin
     launched = Launched(case.command, folder) if alone else InThread(case.command, folder, monkeypatch, caplog)

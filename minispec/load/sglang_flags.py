@@ -79,6 +79,8 @@ LINES = {  # what is done instead -> flags; a whole clause, as it follows "--fla
     "a head with more than one layer is refused when it is loaded": "--enable-multi-layer-eagle",
     "a drafter's keys and values have the activations' dtype": "--speculative-draft-kv-cache-dtype",
     "of windows for drafters there is --speculative-draft-window-size, for DFLASH": "--speculative-draft-sink-size",
+    "a request verifies the tree of the longest match, a corpus's or another":
+        "--speculative-ngram-external-sam-budget",
     "it belongs to a method that is not served": "--speculative-domino-candidate-pool-size --spec-trace-dir",
     "a step that raises answers its requests with an error, and one that hangs ends at --watchdog-timeout":
         "--crash-dump-folder",

@@ -21,8 +21,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minispec.drafter import NOTHING, Draft
-
 END = -1  # ends a document
 DEPTH = 16  # by how many tokens of their contexts places are ordered
 AROUND = 2048  # so many tokens before and behind the last match are looked through first
@@ -78,13 +76,10 @@ class Corpus:
                 return max(close)[0], max(close)[2]
         return best if best[0] >= SHORTEST else (0, 0)
 
-    def follow(self, root: int, match: int, at: int, nodes: int) -> Draft:
-        """Return the chain of at most `nodes` nodes that begins with `root` and goes on as the text does at a place."""
-        following = self.tokens[at : at + nodes - 1].tolist()
-        following = following[: following.index(END)] if END in following else following
-        if not following:
-            return NOTHING
-        return Draft([root, *following], list(range(-1, len(following))), match, "lookup")
+    def after(self, at: int, count: int) -> list[int]:
+        """Return the tokens that follow a place, at most `count`, and none of another document."""
+        following: list[int] = self.tokens[at : at + count].tolist()
+        return following[: following.index(END)] if END in following else following
 
     def _longest(self, back: list[int]) -> tuple[int, int]:
         """Return the length of the longest match and its place; back: the newest tokens, the newest first."""
@@ -129,21 +124,24 @@ class Corpora:
         if corpus is not None:
             self._named[slot] = corpus
 
-    def draft(self, slot: int, after: Sequence[int], nodes: int, longest: int) -> Draft:
-        """Return the draft with the longest match among the corpora of a slot's request; a root alone if none match."""
+    def follow(self, slot: int, text: Sequence[int], count: int, longest: int) -> tuple[list[int], int]:
+        """Return what followed the longest match of a text's last tokens, at most `count` tokens, and its length.
+
+        slot: of the request whose text it is. Empty and 0 if no corpus of the request has a match.
+        """
         all_, name = self._all, self._named.get(slot)
-        if not all_ or nodes < 2:
-            return NOTHING
+        if not all_:
+            return [], 0
         last, best = self._last.get(slot, ("", 0)), (0, 0, "")
         for key in all_ if name is None else [name] if name in all_ else []:
-            found = all_[key].find(after, longest, last[1] if key == last[0] else None)
+            found = all_[key].find(text, longest, last[1] if key == last[0] else None)
             if found[0] > best[0]:
                 best = *found, key
         match, at, key = best
         if not match:
-            return NOTHING
+            return [], 0
         self._last[slot] = key, at
-        return all_[key].follow(after[-1], match, at, nodes)
+        return all_[key].after(at, count), match
 
     def release(self, slot: int) -> None:
         """Forget a slot."""

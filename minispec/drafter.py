@@ -23,17 +23,15 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from minispec.attention import AttendKind, PagedAttend, Plan
 from minispec.compiled import CompileFor, Compiler, Small
+from minispec.corpora import Corpora
 from minispec.kv import KVShape, PagedKV
 from minispec.tree import PADDING, DraftTree, problem
-
-if TYPE_CHECKING:
-    from minispec.corpora import Corpora
 
 logger = logging.getLogger("minispec")
 

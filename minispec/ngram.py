@@ -418,8 +418,11 @@ class NgramDrafter(HostDrafter):
 
     def _longer(self, slot: int, draft: Draft) -> Draft:
         """Return the draft of the external corpora if it comes from a longer match than this one."""
-        found = self.corpora.draft(slot, self._texts[slot].newest, self.nodes, self.options.max_match)
-        return found if found.match > draft.match else draft
+        newest = self._texts[slot].newest
+        tokens, match = self.corpora.follow(slot, newest, self.nodes - 1, self.options.max_match)
+        if not tokens or match <= draft.match:
+            return draft
+        return Draft([newest[-1], *tokens], list(range(-1, len(tokens))), match, "lookup")
 
     def _draft(self, text: _Text) -> Draft:
         text.drafted = True

@@ -15,7 +15,6 @@ from test_llm import CONFIG, DUMMY
 from minispec import LLM, SamplingParams
 from minispec.config import Config
 from minispec.corpora import DEPTH, END, SHORTEST, Corpora, Corpus, sort_places
-from minispec.drafter import NOTHING
 from minispec.request import RequestError
 
 
@@ -52,17 +51,16 @@ def test_the_longest_match_is_that_of_a_search_everywhere() -> None:
 def test_a_draft_ends_with_its_document_and_stays_in_the_document_it_began_in() -> None:
     table = Corpora()
     table.put("a", corpus([1, 2, 3, 4, 5, 6, 7], [9, 3, 4, 8, 8]))
-    draft = table.draft(0, [1, 2, 3], 12, 12)
-    assert (draft.tokens, draft.parents, draft.match) == ([3, 4, 5, 6, 7], [-1, 0, 1, 2, 3], 3)
-    assert table.draft(0, [0, 3, 4], 12, 12).tokens == [4, 5, 6, 7], "two tokens are enough near the last match"
-    assert table.draft(1, [0, 3, 4], 12, 12) == NOTHING and table.draft(0, [5, 6, 7], 12, 12) == NOTHING
+    assert table.follow(0, [1, 2, 3], 12, 12) == ([4, 5, 6, 7], 3)
+    assert table.follow(0, [0, 3, 4], 12, 12) == ([5, 6, 7], 2), "two tokens are enough near the last match"
+    assert table.follow(1, [0, 3, 4], 12, 12) == ([], 0) and table.follow(0, [5, 6, 7], 12, 12) == ([], 3)
     table.put("b", corpus([1, 2, 3, 9, 9]))
     table.name(2, "b")
-    assert table.draft(2, [1, 2, 3], 3, 12).tokens == [3, 9, 9]
+    assert table.follow(2, [1, 2, 3], 1, 12) == ([9], 3)
     table.put("b", None)
-    assert table.draft(2, [1, 2, 3], 3, 12) == NOTHING, "who names one drafts from no other"
+    assert table.follow(2, [1, 2, 3], 3, 12) == ([], 0), "who names one drafts from no other"
     table.release(2)
-    assert table.draft(2, [1, 2, 3], 3, 12).tokens == [3, 4, 5]
+    assert table.follow(2, [1, 2, 3], 2, 12) == ([4, 5], 3)
 
 
 WISHES = [SamplingParams(temperature=heat, sampling_seed=seed, max_new_tokens=40)

@@ -4,6 +4,7 @@
 at a time, on sixteen prompts of our own (eight ordinary, eight that ask for copying). It says at once what it will run
 and for about how long, prints every result as it is measured, and ends with a table and a sentence. Ctrl-C at any
 moment prints the table of what there is. `--full` runs all methods, at batch 1 and 8. `--plot FILE.png` draws it.
+`--sweep` measures trees; the command lines of SGLang's bench_speculative.py do too, with that script's settings.
 
 All contestants run every set of prompts in turn, and in the next round in the reverse order (A B B A), so that a noisy
 machine is noisy for all. Medians over the rounds are reported; of these the ratios are worth quoting.
@@ -47,7 +48,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.plot import Row, draw, objection
-from minispec.config import Config
+from minispec.config import FLAGS, NUMBERS, Config
+from minispec.load.flags import config_from_args
 
 if TYPE_CHECKING:
     from benchmarks.throughput import Contestant, Run
@@ -71,6 +73,13 @@ RATES = {"none": 36.0, "STANDALONE alone": 28.0, "STANDALONE + lookup": 28.0, "t
          "transformers-prompt-lookup": 26.0}  # fmt: skip
 RATE, IMPORTS, READY, COMPILING = 42.0, 12.0, 8.0, 30.0  # of others; of python; of one contestant and batch, warm, cold
 NEW_TOKENS = 32
+# The options of SGLang's bench_speculative.py with their defaults; a command line with one of `ASKS` is meant for it.
+SCRIPT: dict[str, Any] = {
+    "--batch-size": (1, 2, 4, 8, 16), "--steps": (0, 1, 3, 5, 7), "--topk": (0, 1, 2, 4, 8),
+    "--num_draft_tokens": (0, 2, 4, 8, 16, 32), "--num-prompts": 16, "--start": 0, "--end": None,
+    "--output": "output.jsonl",
+}  # fmt: skip
+ASKS = {"--num_draft_tokens", "--model-path", *SCRIPT}
 SWEEP = {"num_steps": (0, 1, 2, 3), "eagle_topk": (0, 1, 2, 4), "num_draft_tokens": (0, 2, 3, 4, 6)}  # usual lists
 
 
@@ -404,12 +413,16 @@ def measure_cell(args: argparse.Namespace, cell: tuple[int, int, int, int]) -> d
     tree = {"speculative_num_steps": steps, "speculative_eagle_topk": topk, "speculative_num_draft_tokens": nodes,
             "speculative_draft_model_path": args.draft_model_path, "speculative_lookup": False}  # fmt: skip
     flags = {**METHODS[args.method[0]], **tree} if steps else METHODS["none"]
+    flags = {**args.launch, **flags, "record_step_time": True}
     one = load(args, Entrant("sweep", [batch], flags), lambda line: print(line, file=sys.stderr))
+    one.ignore_eos = args.ignore_eos
     sets = [text for prompts in read_prompts(args.dataset, args.limit).values() for text in prompts]
-    chats = encode(sets * -(-batch // len(sets)), one.llm.tokenizer)
+    count = max(batch, args.num_prompts or len(sets))
+    chats = encode((sets * -(-count // len(sets)))[: args.num_prompts and count], one.llm.tokenizer)
     one.run(encode(WARM_UP, one.llm.tokenizer), batch, 8, 0.0)
     runs = [one.run(chats, batch, args.new_tokens, args.temperature[0]) for _ in range(args.rounds)]
-    seconds = statistics.median(run.step_ms[max(run.step_ms, key=int)] for run in runs) / 1e3
+    times = sorted(one.llm.scheduler.metrics.recorded[batch])
+    seconds = times[len(times) // 5]  # the 20th percentile, as there
     length = accept_length(runs[0].verified) or 1.0
     return {
         "batch_size": batch, "steps": steps, "topk": topk, "num_draft_tokens": nodes, "acc_length": round(length, 3),
@@ -421,13 +434,13 @@ def measure_cell(args: argparse.Namespace, cell: tuple[int, int, int, int]) -> d
 def sweep(args: argparse.Namespace) -> None:
     """Measure all cells that the file of --sweep does not have yet, and add a line of JSON for each.
 
-    The fields are those of SGLang's bench_speculative.py: step_time in seconds is the mean of a decode step here (there
-    it is the 20th percentile), speed is acc_length / step_time, completion_tokens the mean of a reply.
+    The fields are those of SGLang's bench_speculative.py: step_time in seconds is the 20th percentile of decode steps
+    with `batch_size` requests, speed is acc_length / step_time, completion_tokens the mean of a reply.
     """
     args.sweep.touch()
     lines = [json.loads(line) for line in args.sweep.read_text().splitlines()]
     done = {tuple(line[name] for name in ("batch_size", "steps", "topk", "num_draft_tokens")) for line in lines}
-    todo = [cell for cell in cells(args) if cell not in done]
+    todo = [cell for cell in cells(args)[args.start : args.end] if cell not in done]
     print(f"{len(todo)} cells to measure; {len(done)} in {args.sweep} already", file=sys.stderr)
     for cell in todo:
         line = json.dumps(measure_cell(args, cell))
@@ -484,14 +497,40 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--limit", type=int, help="prompts of each set, spread over it")
     parser.add_argument("--context", nargs="+", type=int, help="lengthen prompts to so many tokens, a set each")
     parser.add_argument("--json", type=Path, help="write one JSON object here")
+    parser.set_defaults(launch={}, start=0, end=None, num_prompts=None, ignore_eos=False)  # those of `as_script`
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw tokens/s, acceptance and step times here")
     return parser
 
 
+def as_script(argv: Sequence[str]) -> argparse.Namespace:
+    """Return our arguments for a command line of SGLang's bench_speculative.py: a sweep with that script's settings.
+
+    Its own options come first in the parser, and what it does not know are launch flags of the server.
+    """
+    script = argparse.ArgumentParser(prog="bench.py", allow_abbrev=False)
+    for flag, usual in SCRIPT.items():
+        kind = {"nargs": "+", "type": int} if isinstance(usual, tuple) else {"type": str if flag == "--output" else int}
+        script.add_argument(flag, flag.replace("_", "-"), default=usual, **kind)
+    asked, rest = script.parse_known_args(argv)
+    config = config_from_args(rest)
+    given = {f.name: value for f in FLAGS if (value := getattr(config, f.name)) != f.default}
+    args = parser().parse_args([])
+    args.model, args.draft_model_path = given.pop("model_path", None), given.pop("speculative_draft_model_path", None)
+    args.method = [given.pop("speculative_algorithm", "EAGLE").lower()]
+    for name in ("dtype", "device", "disable_torch_compile"):
+        setattr(args, name, given.pop(name, getattr(args, name)))
+    args.launch = {name: value for name, value in given.items() if name not in NUMBERS}
+    args.sweep, args.batch, args.num_prompts = Path(asked.output), asked.batch_size, asked.num_prompts
+    args.num_steps, args.eagle_topk, args.num_draft_tokens = asked.steps, asked.topk, asked.num_draft_tokens
+    args.start, args.end, args.new_tokens, args.rounds, args.ignore_eos = asked.start, asked.end, 512, 1, True
+    return args
+
+
 def parse() -> argparse.Namespace:
-    """Read the command line."""
+    """Read the command line; one with a spelling of `SCRIPT` is that of SGLang's script."""
     commands = parser()
-    args = commands.parse_args()
+    words = [word.partition("=")[0] for word in sys.argv[1:]]
+    args = as_script(sys.argv[1:]) if any(word in ASKS for word in words) else commands.parse_args()
     args.batch = args.batch or ([1, 8] if args.full else [1])
     drafter = Config(model_path=args.model).algorithm.lower()
     args.method = args.method or ([drafter] if args.sweep else shipped(args))

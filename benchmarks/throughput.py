@@ -52,7 +52,8 @@ class Ours:
 
     def __init__(self, name: str, options: dict[str, Any], batches: Sequence[int]) -> None:
         self.name, self.batches = name, batches
-        self.llm = LLM(max_running_requests=max(batches), batches=tuple(batches), **options)
+        given = {"max_running_requests": max(batches), **options}
+        self.llm, self.ignore_eos = LLM(batches=tuple(batches), **given), False
 
     def run(self, prompts: Sequence[list[int]], batch: int, new_tokens: int, temperature: float) -> Run:
         """Generate through the scheduler, groups of `batch` requests at a time; request i has seed i."""
@@ -60,7 +61,8 @@ class Ours:
         assert scheduler.flush_cache(), "a benchmark starts on an idle engine"
         requests = [
             self.llm.request(
-                ids, SamplingParams(temperature=temperature, max_new_tokens=new_tokens, sampling_seed=seed)
+                ids, SamplingParams(temperature=temperature, max_new_tokens=new_tokens, sampling_seed=seed,
+                                    ignore_eos=self.ignore_eos),
             )
             for seed, ids in enumerate(prompts)
         ]

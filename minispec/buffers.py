@@ -48,6 +48,7 @@ class Sizes:
     smaller: TreeSize | None = None  # the other size of tree, if there are two
     both_up_to: int = 0  # the largest batch size that has trees of both sizes
     larger_up_to: int = 0  # the largest batch size that has the larger trees alone
+    own_nodes: int = 1  # nodes of the drafter's own trees, without those that are looked up beside them
     looks_up: bool = False  # whether steps may verify trees from a lookup in place of the drafter's
 
     @classmethod
@@ -68,7 +69,7 @@ class Sizes:
             drafter.topk, batch_sizes=tuple(sorted(powers | {max_running})),
             prefill_sizes=tuple(sorted({min(size, largest) for size in (128, 512, largest)})),
             smaller=drafter.smaller, both_up_to=max_running if both_up_to is None else both_up_to,
-            looks_up=drafter.looks_up,
+            own_nodes=drafter.own_nodes or drafter.nodes, looks_up=drafter.looks_up,
         )  # fmt: skip
 
     def shapes_of(self, batch: int) -> tuple[Shape, ...]:

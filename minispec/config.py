@@ -12,6 +12,7 @@ Read next: `load/flags.py`, the command line, and `load/build.py`, which turns a
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -28,6 +29,11 @@ from minispec.load.sglang_flags import INSTEAD
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # served when no model is named
 LEARNED = ("EAGLE", "EAGLE3", "DFLASH")  # drafters with a trained head; NEXTN is another name of EAGLE
 GROWN = (*LEARNED, "STANDALONE")  # drafters that draft their trees on the device, and load a draft model or head
+NOT_SERVED = {  # SGLang's other methods -> what they need and minispec lacks
+    "DSPARK": "a block whose tokens follow from each other by a Markov head, and lengths by confidence",
+    "UNO": "LoRA adapters on the target",
+    "FROZEN_KV_MTP": "an MTP layer that reads the target's own keys and values",
+}  # fmt: skip
 HEADS = Path(__file__).parent / "heads"  # the draft heads and models that ship for the default model
 # The folders in `HEADS`. NEXTN is another name of EAGLE, but for the default model it loads another head, an MTP layer.
 SHIPPED = {"EAGLE3": "eagle3", "EAGLE": "eagle", "NEXTN": "mtp", "STANDALONE": "standalone"}
@@ -41,12 +47,27 @@ _SHARED = ("speculative_algorithm", "speculative_num_draft_tokens", "speculative
            "speculative_accept_threshold_single", "speculative_accept_threshold_acc")  # fmt: skip
 # The numbers that give a tree its shape, in the order in which shapes are written: steps/topk/nodes.
 NUMBERS = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+# Shapes of trees that no flag gives, steps/topk/nodes: SGLang's two, by the target's architecture, and for a head that
+# ships, on a CPU, the one that is fastest on two cores, greedy and sampled (docs/log.md).
+BUSHY, CHAIN, CPU_SHAPE = (5, 4, 8), (3, 1, 4), (3, 4, 8)
 BLOCK, WINDOW = "speculative_dflash_block_size", "speculative_draft_window_size"
+# Numbers of NGRAM that ascend: field -> how far it must lie above the one before. An indexed path must be longer than
+# the longest match, or a match of that length could draft nothing, and the trie must hold a path.
+NGRAM_ORDER = (
+    {"speculative_ngram_min_match_window_size": 0, "speculative_ngram_max_match_window_size": 0,
+     "speculative_ngram_branch_length": 1, "speculative_ngram_capacity": 1},
+    {"speculative_ngram_min_bfs_breadth": 0, "speculative_ngram_max_bfs_breadth": 0},
+)  # fmt: skip
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # an environment variable that torchrun sets in the processes it starts
 _DTYPES = {"half": "float16", "float": "float32"}  # alias -> name
 _LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 Ints = tuple[int, ...]  # type of a flag that takes one or several integers
+
+
+def _default_shapes(part: int) -> str:
+    """Return what one number of a tree's shape is by default: 0 the steps, 1 topk, 2 the nodes."""
+    return f"{BUSHY[part]} for Llama, {CHAIN[part]} for others and STANDALONE, {CPU_SHAPE[part]} on a CPU if it ships"
 
 
 def _flag(default: Any, group: str, help: str, *, choices: Sequence[Any] = (), low: float | None = None,
@@ -61,10 +82,10 @@ class Config:
     """Every launch flag, with underscores for dashes; a ValueError names flag, value given and values allowed."""
 
     model_path: str | None = _flag(
-        None, "Model", f"Hugging Face id, folder or GGUF file; without it {DEFAULT_MODEL} is served"
+        None, "Model", f"Hugging Face id, folder or GGUF file; default: {DEFAULT_MODEL}"
     )
-    tokenizer_path: str | None = _flag(None, "Model", "id, folder or GGUF file of a tokenizer, if not the model's own")
-    revision: str | None = _flag(None, "Model", "branch, tag or commit of a Hugging Face id")
+    tokenizer_path: str | None = _flag(None, "Model", "id, folder or GGUF file of a tokenizer; default: the model's")
+    revision: str | None = _flag(None, "Model", "branch, tag or commit of a Hugging Face id; default: main")
     load_format: str = _flag(
         "auto", "Model", "weight files to read; auto prefers safetensors, dummy draws random weights from config.json",
         choices=_LOAD_FORMATS,
@@ -78,13 +99,13 @@ class Config:
     )  # fmt: skip
     quantization: str | None = _flag(
         None, "Model", "int8: weights of 8 bits, one scale an output channel, on a CPU; drafters keep theirs. fp8: "
-        "weights and activations of 8 bits, on CUDA",
+        "weights and activations of 8 bits, on CUDA; default: as the files are",
         choices=("int8", "fp8"),
     )  # fmt: skip
     device: str = _flag("auto", "Model", "auto takes CUDA when there is one", choices=("auto", "cpu", "cuda"))
     context_length: int | None = _flag(None, "Model", "longest prompt plus output; default: the model's", low=2)
     chat_template: str | None = _flag(
-        None, "Model", f"FILE with a Jinja chat template, or {', '.join(NAMED)}, in place of the model's own"
+        None, "Model", f"FILE with a Jinja chat template, or {', '.join(NAMED)}; default: the model's own"
     )
     tool_call_parser: str | None = _flag(
         None, "Model", "how the model writes calls of tools; default: as its chat template shows it",
@@ -96,8 +117,9 @@ class Config:
     )  # fmt: skip
     trust_remote_code: bool = _flag(False, "Model", "accepted and without effect: code of a model repo never runs here")
     random_seed: int | None = _flag(
-        None, "Model", "seed of the seeds drawn for requests without one, and of dummy weights", low=0, high=2**63 - 1
-    )
+        None, "Model", "seed of the seeds drawn for requests without one, and of dummy weights; default: another "
+        "at each start, 0 for weights", low=0, high=2**63 - 1,
+    )  # fmt: skip
 
     served_model_name: str | None = _flag(None, "Server", "name in /v1/models and in answers; default: the model path")
     strict_model_name: bool = _flag(
@@ -106,15 +128,16 @@ class Config:
     host: str = _flag("127.0.0.1", "Server", "address to listen on")
     port: int = _flag(30000, "Server", "port to listen on; 0 takes a free one", low=0, high=65535)
     api_key: str | None = _flag(
-        None, "Server", "clients must send it as a bearer token, except to /health* and for the page at /"
+        None, "Server", "clients must send it as a bearer token, except to /health* and for the page at /; "
+        "default: none",
     )
     admin_api_key: str | None = _flag(
         None, "Server",
-        "key for /flush_cache, /set_internal_state, /replicas/{i}/restart and aborting others' requests, where "
-        "--api-key is not enough then; it opens every other path too",
+        "key for /flush_cache, /set_internal_state, /replicas/{i}/restart, external corpora and aborting others' "
+        "requests, where --api-key is not enough then; it opens every other path too; default: none",
     )  # fmt: skip
-    ssl_keyfile: str | None = _flag(None, "Server", "FILE with the private key to speak TLS with")
-    ssl_certfile: str | None = _flag(None, "Server", "FILE with its certificate and those above it")
+    ssl_keyfile: str | None = _flag(None, "Server", "FILE with the private key to speak TLS with; default: no TLS")
+    ssl_certfile: str | None = _flag(None, "Server", "FILE with its certificate and those above it; default: no TLS")
     cors_origins: str | None = _flag(
         None, "Server", "web pages that may call this server: their origins, separated by commas, or * for any; "
         "default: none but the server's own",
@@ -149,10 +172,17 @@ class Config:
     skip_server_warmup: bool = _flag(False, "Server", "report ready without first answering a request of our own")
 
     mem_fraction_static: float | None = _flag(
-        None, "Memory and scheduling", "share of the device's memory for weights and KV pages", low=0.0, high=1.0
+        None, "Memory and scheduling", "on CUDA the share of the GPU's memory for weights and KV pages of target and "
+        "draft; on a CPU the most that KV pages may take of what is free when the weights are loaded; default: on "
+        "CUDA by the GPU, on a CPU a quarter", low=0.0, high=1.0,
+    )  # fmt: skip
+    max_total_tokens: int | None = _flag(
+        None, "Memory and scheduling", "rows in the KV pool; default: on a CPU --max-running-requests times the "
+        "context or 4096, within --mem-fraction-static; on CUDA what that leaves", low=1,
+    )  # fmt: skip
+    max_running_requests: int | None = _flag(
+        None, "Memory and scheduling", "requests decoded together; default: 8 on a CPU, 48 on CUDA", low=1
     )
-    max_total_tokens: int | None = _flag(None, "Memory and scheduling", "rows in the KV pool", low=1)
-    max_running_requests: int | None = _flag(None, "Memory and scheduling", "requests decoded together", low=1)
     max_queued_requests: int = _flag(
         1024, "Memory and scheduling", "requests that may wait beyond the running ones; more get a 503", low=1
     )
@@ -166,12 +196,12 @@ class Config:
     )
     disable_torch_compile: bool = _flag(False, "Memory and scheduling", "run eagerly: starts at once, decodes slower")
     cuda_graph_max_bs: int | None = _flag(
-        None, "Memory and scheduling", "largest batch whose decode steps are captured as CUDA graphs; default: by the "
-        "GPU's memory, 8 to 512; larger batches run uncaptured", low=1,
+        None, "Memory and scheduling", "largest batch whose decode steps are captured as CUDA graphs, as larger ones "
+        "run uncaptured; default: by the GPU's memory, 8 to 512", low=1,
     )  # fmt: skip
     cuda_graph_bs: Ints | None = _flag(
         None, "Memory and scheduling", "the batches whose decode steps are captured, which others are padded to; the "
-        "largest becomes --cuda-graph-max-bs", low=1,
+        "largest becomes --cuda-graph-max-bs; default: as few as padding allows", low=1,
     )  # fmt: skip
     disable_cuda_graph: bool = _flag(False, "Memory and scheduling", "capture no CUDA graphs: starts sooner")
 
@@ -181,7 +211,7 @@ class Config:
     nnodes: int = _flag(1, "Several devices", "machines that the ranks are on, as many on each", low=1)
     node_rank: int = _flag(0, "Several devices", "which of the machines this is; number 0 serves", low=0)
     dist_init_addr: str | None = _flag(
-        None, "Several devices", "HOST:PORT of machine 0, where the ranks meet; on one machine they need none"
+        None, "Several devices", "HOST:PORT of machine 0, where the ranks meet; default: none, which one machine needs"
     )
     dist_timeout: int = _flag(300, "Several devices", "seconds to wait until all ranks have met", low=1)
     dp_size: int = _flag(
@@ -199,9 +229,12 @@ class Config:
         "NONE, or a MiMo model's own MTP layer",
     )  # fmt: skip
     speculative_draft_model_path: str | None = _flag(
-        None, "Speculation", "id or folder of the draft head or model, or a model's GGUF file; MiMo brings its own"
+        None, "Speculation", "id or folder of the draft head or model, or a model's GGUF file; default: the one "
+        "that ships for the default model, and MiMo's own",
     )
-    speculative_draft_model_revision: str | None = _flag(None, "Speculation", "branch, tag or commit of that id")
+    speculative_draft_model_revision: str | None = _flag(
+        None, "Speculation", "branch, tag or commit of that id; default: main"
+    )
     speculative_draft_load_format: str | None = _flag(
         None, "Speculation", "weight files of the draft to read; default: as --load-format", choices=_LOAD_FORMATS[:3]
     )
@@ -211,17 +244,19 @@ class Config:
     )  # fmt: skip
     speculative_num_steps: int | None = _flag(
         None, "Speculation", "rounds of drafting (with --speculative-eagle-topk and --speculative-num-draft-tokens: "
-        "all or none; a chain needs no number of tokens); DFLASH has one",
+        f"all or none; a chain needs no number of tokens); DFLASH has one; default: {_default_shapes(0)}",
         low=1, high=32,
     )  # fmt: skip
-    speculative_eagle_topk: int | None = _flag(None, "Speculation", "branches of a draft round", low=1, high=32)
+    speculative_eagle_topk: int | None = _flag(
+        None, "Speculation", f"branches of a draft round; default: {_default_shapes(1)}", low=1, high=32
+    )
     speculative_token_map: str | None = _flag(
         None, "Speculation", "FILE, or owner/repo/file of the hub, of the target ids a head or draft model may draft, "
-        "most frequent first (FR-Spec)",
+        "most frequent first (FR-Spec); default: none, but for the EAGLE head that ships",
     )
     speculative_num_draft_tokens: int | None = _flag(
-        None, "Speculation", "nodes of a draft tree, root included; default for NGRAM: its longest match window; "
-        "for DFLASH: its block", low=1, high=MAX_NODES,
+        None, "Speculation", f"nodes of a draft tree, root included; default: {_default_shapes(2)}; NGRAM: its "
+        "longest match window, or the paths indexed where they are shorter; DFLASH: its block", low=1, high=MAX_NODES,
     )  # fmt: skip
     speculative_dflash_block_size: int | None = _flag(
         None, "Speculation", "rows of DFLASH's block, the newest token's included; in a chain the number of draft "
@@ -235,9 +270,13 @@ class Config:
         "default: unless numbers of steps, branches or nodes are given, which then stay fixed, on CUDA for batches "
         f"below {WIDE}",
     )
+    speculative_adaptive_config: str | None = _flag(
+        None, "Speculation", "FILE of JSON with candidate_steps by least batch: a step drafts so many rounds or none; "
+        "default: any number of rounds that the drafter's trees have",
+    )  # fmt: skip
     speculative_lookup: bool | None = _flag(
         None, "Speculation", "beside a draft head or model look up texts as NGRAM does, and verify for each request "
-        "the better bet; default: on a CPU, unless numbers are given; on CUDA steps then do not overlap",
+        "the better bet; on CUDA steps then do not overlap; default: on a CPU, unless numbers are given",
     )  # fmt: skip
     speculative_accept_threshold_single: float = _flag(
         1.0, "Speculation", "accept any draft of at least this probability; below 1 sampled output is not exact",
@@ -249,7 +288,8 @@ class Config:
     )  # fmt: skip
     simulate_acc_len: float | None = _flag(
         None, "Speculation", "for measuring speed, with dummy weights say: mean number of tokens that a step with a "
-        "tree emits, whatever the target picks, at most the trees' depth plus 1; the output is junk", low=1.0,
+        "tree emits, whatever the target picks, at most the trees' depth plus 1; the output is junk; default: what the "
+        "target picks", low=1.0,
     )  # fmt: skip
     speculative_ngram_min_match_window_size: int = _flag(
         1, "Speculation", "shortest suffix looked up, in the trie and in a request's own text (there at least 2 "
@@ -264,7 +304,18 @@ class Config:
         "BFS", "Speculation", "trie: continuations by recency (BFS) or by frequency (PROB)", choices=("BFS", "PROB")
     )
     speculative_ngram_branch_length: int = _flag(18, "Speculation", "trie: length of the paths indexed", low=2)
-    speculative_ngram_capacity: int = _flag(10_000_000, "Speculation", "trie: most nodes", low=1)
+    speculative_ngram_capacity: int = _flag(10_000_000, "Speculation", "trie: most nodes", low=3)
+
+    speculative_ngram_external_corpus_path: str | None = _flag(
+        None, "Speculation", "FILE of JSON lines, texts that lookups draft from, as corpus external; more come by POST "
+        "/add_external_corpus; default: none",
+    )  # fmt: skip
+    speculative_ngram_external_corpus_max_tokens: int = _flag(
+        10_000_000, "Speculation", "most tokens of all external corpora together", low=1, high=2**31 - 2
+    )
+    speculative_ngram_corpus_folder: str | None = _flag(
+        None, "Speculation", "FOLDER below which file_path of /add_external_corpus may name files; default: none may"
+    )
 
     log_level: str = _flag("info", "Logging", "how much is logged", choices=_LEVELS)
     log_level_http: str = _flag(
@@ -276,6 +327,9 @@ class Config:
     decode_log_interval: int = _flag(40, "Logging", "decode steps between two log lines", low=1)
 
     draft_path: str | None = field(default=None, init=False)  # the draft model or head: as named, or a shipped one
+    # What environment variables of SGLang's say, on a command line: `load/flags.py`.
+    force_greedy: bool = False  # with NGRAM every request's temperature counts as 0
+    record_step_time: bool = False  # /server_info has the times of the newest decode steps
     notes: tuple[str, ...] = ()  # lines to log, one for each flag that does not act as given
 
     def __post_init__(self) -> None:
@@ -301,6 +355,9 @@ class Config:
 
     def _check_together(self) -> None:
         """Raise ValueError if a value is impossible, alone or beside the others."""
+        if (lacking := NOT_SERVED.get(self.speculative_algorithm or "")) is not None:
+            raise ValueError(f"--speculative-algorithm {self.speculative_algorithm} is not served yet: it needs "
+                             f"{lacking}")  # fmt: skip
         if self.speculative_algorithm not in (None, "NONE", "NGRAM", *GROWN) and not self.is_own_drafter:
             raise ValueError("--speculative-algorithm must be NONE, NGRAM, EAGLE, EAGLE3, NEXTN, DFLASH or STANDALONE, "
                              f"or module:Class of your own, got {self.speculative_algorithm!r}")  # fmt: skip
@@ -325,18 +382,11 @@ class Config:
             if not Path(template).is_file():
                 raise ValueError(f"--chat-template must be a file with a Jinja template or one of {', '.join(NAMED)}, "
                                  f"got {template!r}, which is no file")  # fmt: skip
-        ordered = (
-            ("speculative_ngram_min_match_window_size", "speculative_ngram_max_match_window_size", 0),
-            # An indexed path must be longer than the longest match, or a match of that length could draft nothing.
-            ("speculative_ngram_max_match_window_size", "speculative_ngram_branch_length", 1),
-            ("speculative_ngram_min_bfs_breadth", "speculative_ngram_max_bfs_breadth", 0),
-        )
-        for small, large, gap in ordered:
-            a, b = getattr(self, small), getattr(self, large)
-            if a + gap > b:
-                raise ValueError(f"{flag_name(small)} must be {'below' if gap else 'at most'} {flag_name(large)}, "
-                                 f"got {a} and {b}")  # fmt: skip
         self._check_drafter()
+        for name, value in self.ngram.items():
+            if value != getattr(self, name):
+                self._note(f"{flag_name(name)} is taken as {value}, since other flags leave no room for its default, "
+                           f"{getattr(self, name)}")  # fmt: skip
 
     def _check_tls(self) -> None:
         """Raise ValueError unless key and certificate are both given, as files that exist, or neither is."""
@@ -396,6 +446,10 @@ class Config:
                              "NONE drafts none")  # fmt: skip
         if self.speculative_draft_model_revision is not None and self.speculative_draft_model_path is None:
             raise ValueError("--speculative-draft-model-revision needs --speculative-draft-model-path")
+
+        if self.force_greedy:
+            does = "temperatures of requests count as 0" if self.verifies_greedily else "nothing but with NGRAM"
+            self._note(f"SGLANG_NGRAM_FORCE_GREEDY_VERIFY: {does}")
 
     def _check_rounds(self) -> None:
         """Raise ValueError if some of the numbers of a tree grown in rounds are given and others are missing."""
@@ -483,6 +537,32 @@ class Config:
         return "EAGLE3" if self._shipped("EAGLE3") else "NGRAM"
 
     @property
+    def ngram(self) -> dict[str, int]:
+        """The numbers of the trie by field: as given, and what no flag gives moved to where those leave it room.
+
+        Raises ValueError if two of the numbers given contradict each other.
+        """
+        found: dict[str, int] = {}
+        for chain in NGRAM_ORDER:
+            names = list(chain)
+            given = [name for name in names if getattr(self, name) != DEFAULTS[name]]
+            for small, large in itertools.pairwise(given):
+                a, b = getattr(self, small), getattr(self, large)
+                gap = sum(chain[name] for name in names[names.index(small) + 1 : names.index(large) + 1])
+                if a + gap > b:
+                    raise ValueError(f"{flag_name(small)} must be {'below' if gap else 'at most'} {flag_name(large)}, "
+                                     f"got {a} and {b}")  # fmt: skip
+            values = [getattr(self, name) for name in names]
+            for i in range(1, len(names)):  # room above what is given, then below it
+                if names[i] not in given:
+                    values[i] = max(values[i], values[i - 1] + chain[names[i]])
+            for i in reversed(range(len(names) - 1)):
+                if names[i] not in given:
+                    values[i] = min(values[i], values[i + 1] - chain[names[i + 1]])
+            found |= dict(zip(names, values, strict=True))
+        return found
+
+    @property
     def token_map(self) -> str | None:
         """The file of ids that a head may draft: the one named, else the one shipped with an EAGLE head, else None."""
         if self.speculative_token_map is not None:
@@ -507,6 +587,11 @@ class Config:
         """How the drafter's weights are quantized: fp8 or None, by the drafter's flag, else as the target's."""
         wanted = self.speculative_draft_model_quantization or self.quantization
         return "fp8" if wanted == "fp8" and (self.algorithm in GROWN or self.is_own_drafter) else None
+
+    @property
+    def verifies_greedily(self) -> bool:
+        """Whether every request's temperature counts as 0."""
+        return self.force_greedy and self.algorithm == "NGRAM"
 
     @property
     def is_own_drafter(self) -> bool:
@@ -535,7 +620,10 @@ class Config:
         """Nodes of a tree drafted on the host, root included (N); 1 without speculation."""
         if self.algorithm == "NONE":
             return 1
-        return self.speculative_num_draft_tokens or min(self.speculative_ngram_max_match_window_size, MAX_NODES)
+        window = self.speculative_ngram_max_match_window_size
+        usual = DEFAULTS["speculative_ngram_max_match_window_size"]
+        default = window if window != usual else min(usual, self.ngram["speculative_ngram_branch_length"])
+        return self.speculative_num_draft_tokens or min(default, MAX_NODES)
 
     @property
     def origins(self) -> frozenset[str]:
@@ -562,6 +650,7 @@ class Config:
 
 
 FLAGS: tuple[Any, ...] = tuple(f for f in fields(Config) if f.metadata)  # the fields that are flags, in order
+DEFAULTS = {f.name: f.default for f in FLAGS}
 
 
 def flag_name(name: str) -> str:

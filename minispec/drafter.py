@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from minispec.attention import AttendKind, PagedAttend, Plan
 from minispec.compiled import CompileFor, Compiler, Small
+from minispec.corpora import Corpora
 from minispec.kv import KVShape, PagedKV
 from minispec.tree import PADDING, DraftTree, problem
 
@@ -121,6 +122,7 @@ class Drafter(ABC):
     nodes: int  # N, root included: the static size of the drafter's trees; of the larger ones if there are two sizes
     depth: int  # the edges on the longest path; A = depth + 1 is the most tokens that a step emits for a request
     steps: int | None = None  # S, the rounds of drafting; None: the trees are not grown in rounds
+    own_nodes: int | None = None  # nodes of the larger trees where no text is looked up beside them; None: as `nodes`
     smaller: TreeSize | None = None  # a second size of tree, smaller and no deeper; None: there is one size
     topk: int | None = None  # K, the branches of a round; None: there are no rounds
     scratch: int = 0  # how many rows drafting writes beyond the committed ones, in the drafter's own memory
@@ -132,6 +134,7 @@ class Drafter(ABC):
     network: nn.Module | None = None  # the module that the drafter drafts with; `load/` packs its linear layers
     small = Small()  # the functions around the network; a drafter that has some sets its own in __init__
     commits: bool = True  # whether the engine calls `commit`; False saves the work for a drafter without device state
+    corpora: Corpora | None = None  # the external corpora that drafts may come from, if it looks texts up
     # Whether `host_drafts` looks trees up beside those of `propose`; each request verifies one of the two trees.
     looks_up: bool = False
 
@@ -213,6 +216,9 @@ class Drafter(ABC):
     def predict(self, slot: int, tokens: Sequence[int]) -> None:  # noqa: B027  see `observe`
         """Take in a text that a slot's output may resemble, as a hint for drafts; called before `observe`."""
 
+    def consult(self, slot: int, corpus: str) -> None:  # noqa: B027  see `observe`
+        """Draft for a slot's request from this external corpus and from no other; called before `observe`."""
+
     def ignore(self, slot: int) -> None:  # noqa: B027  a drafter that reads no text learns nothing for others
         """Learn nothing from this slot's text until it is released: other requests must not profit from it."""
 
@@ -242,6 +248,8 @@ class HostDrafter(ABC):
     nodes: int  # N, root included: the most nodes of a tree
     depth: int  # the edges on the longest path; A = depth + 1 is the most tokens that a step emits for a request
 
+    corpora: Corpora | None = None  # as `Drafter.corpora`
+
     @abstractmethod
     def propose(self, slots: Sequence[int]) -> list[Draft]:
         """Return one tree per slot; its first token is the newest token of the slot's text."""
@@ -252,6 +260,9 @@ class HostDrafter(ABC):
 
     def predict(self, slot: int, tokens: Sequence[int]) -> None:  # noqa: B027  a drafter may ignore the hint
         """Take in a text that a slot's output may resemble; called before `commit`."""
+
+    def consult(self, slot: int, corpus: str) -> None:  # noqa: B027  see `predict`
+        """Draft for a slot's request from this external corpus and from no other; called before `commit`."""
 
     @abstractmethod
     def release(self, slot: int) -> None:
@@ -273,7 +284,7 @@ class HostTrees(Drafter):
     def __init__(self, inner: HostDrafter, vocab_size: int, smaller: int | None = None) -> None:
         """smaller: the number of nodes to which trees may be cut; None if they are never cut."""
         self.inner, self.vocab_size = inner, vocab_size
-        self.name, self.nodes, self.depth = inner.name, inner.nodes, inner.depth
+        self.name, self.nodes, self.depth, self.corpora = inner.name, inner.nodes, inner.depth, inner.corpora
         self.smaller = None if smaller is None else TreeSize(smaller, min(inner.depth, smaller - 1))
         self.refused = 0  # how many trees broke the invariant since the start
         self._ignored: set[int] = set()  # slots whose text the drafter never sees; they get no drafts
@@ -310,6 +321,10 @@ class HostTrees(Drafter):
     def predict(self, slot: int, tokens: Sequence[int]) -> None:
         if slot not in self._ignored:
             self.inner.predict(slot, tokens)
+
+    def consult(self, slot: int, corpus: str) -> None:
+        if slot not in self._ignored:
+            self.inner.consult(slot, corpus)
 
     def release(self, slot: int) -> None:
         """Release the slot; its text may be read again."""

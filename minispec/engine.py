@@ -209,6 +209,8 @@ class Engine:
         self.reach[slot : slot + 1].fill_(self.sizes.context_length if r.speculative else 1)
         if r.salt:
             self.drafter.ignore(slot)
+        if r.params.ngram_corpus_id is not None:
+            self.drafter.consult(slot, r.params.ngram_corpus_id)
         if r.prediction:
             self.drafter.predict(slot, r.prediction)
         if r.kv_len:

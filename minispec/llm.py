@@ -23,6 +23,8 @@ import torch
 from minispec.asked.answers import meta_info
 from minispec.config import Config
 from minispec.load.build import Build
+from minispec.load.corpora import Library
+from minispec.load.tree_shape import allows
 from minispec.load.warm_up import shapes
 from minispec.request import Request, RequestError, SamplingParams
 from minispec.scheduler import Scheduler, SchedulerOptions
@@ -80,6 +82,13 @@ class LLM:
                 adapts_from=config.adapts_from(engine.device.type == "cuda"),
             ),
         )
+        self.scheduler.policy.allows = allows(config, {size.nodes: size.steps for size in engine.drafter.trees})
+        self.scheduler.greedy = config.verifies_greedily
+        self.scheduler.metrics.recorded = {} if config.record_step_time else None
+        self.corpora = Library(engine.drafter.corpora, self.tokenizer, config.speculative_ngram_corpus_folder,
+                               config.speculative_ngram_external_corpus_max_tokens)  # fmt: skip
+        if config.speculative_ngram_external_corpus_path is not None:
+            self.corpora.at_start(config.speculative_ngram_external_corpus_path)
         engine.when_settled(self.scheduler.restart_times)  # step times taken while a compiler ran mean nothing
         engine.when_settled(self.move_weights)
         logger.info("%s", startup_line(config, self.scheduler))
@@ -117,6 +126,7 @@ class LLM:
         """Run requests to their ends and return their texts; raises RequestError, and runs none, if one is invalid."""
         for request in requests:
             self.scheduler.validate(request)
+            self.corpora.check(request.params)
         texts = dict.fromkeys(requests, "")
         for request in requests:
             self.scheduler.submit(request)
@@ -143,10 +153,11 @@ def startup_line(config: Config, scheduler: Scheduler) -> str:
     """Return the line of sizes to log at start, in SGLang's form."""
     pool, sizes = scheduler.limits.pool_rows, scheduler.sizes
     shape = "" if sizes.steps is None else f"num_steps={sizes.steps}, eagle_topk={sizes.topk}, "
+    looked_up = f"lookup_draft_tokens={sizes.nodes}, " if sizes.looks_up else ""
     weights = "" if config.quantization is None else f"quantization={config.quantization}, "
     return (
         f"{weights}max_total_num_tokens={pool}, chunked_prefill_size={sizes.chunk_size}, "
         f"max_running_requests={sizes.max_running}, context_len={sizes.context_length}, "
         f"page_size={scheduler.kv.page_size}, speculative_algorithm={config.algorithm}, "
-        f"{shape}draft_tokens={sizes.nodes}, compiled shapes={len(shapes(scheduler.engine))}"
+        f"{shape}draft_tokens={sizes.own_nodes}, {looked_up}compiled shapes={len(shapes(scheduler.engine))}"
     )

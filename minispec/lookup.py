@@ -79,7 +79,7 @@ class Texts(HostDrafter):
     def __init__(self, shared: NgramDrafter) -> None:
         """shared: the drafter over the trie, which from now on indexes only within the time that `propose` gives it."""
         self.shared, self.name, self.nodes, self.depth = shared, shared.name, shared.nodes, shared.depth
-        self.shared.seconds = 0.0
+        self.shared.seconds, self.corpora = 0.0, shared.corpora
         self._own: dict[int, Echo] = {}
         self._expected: dict[int, Echo] = {}
         self._began = time.perf_counter()  # when `propose` was last called
@@ -123,6 +123,9 @@ class Texts(HostDrafter):
         expected = self._expected[slot] = Echo()
         expected.extend(tokens)
 
+    def consult(self, slot: int, corpus: str) -> None:
+        self.shared.consult(slot, corpus)
+
     def release(self, slot: int) -> None:
         """Forget a slot; what it added to the trie stays."""
         self._own.pop(slot, None)
@@ -146,7 +149,7 @@ class Lookups(Drafter):
         """shared: the drafter over the trie. Its `nodes` are N, at least the nodes of the network's trees."""
         assert shared.nodes >= head.nodes, "lookups have at least as many nodes as other trees"
         self.head, self.texts = head, HostTrees(Texts(shared), vocab_size)
-        self.nodes, self.depth = shared.nodes, shared.nodes - 1
+        self.nodes, self.depth, self.corpora = shared.nodes, shared.nodes - 1, shared.corpora
         head.expect(self.nodes)
         self.name, self.steps, self.topk, self.network = head.name, head.steps, head.topk, head.network
         self.taps, self.scratch, self.lookahead, self.kv_shape = head.taps, head.scratch, head.lookahead, head.kv_shape
@@ -206,6 +209,9 @@ class Lookups(Drafter):
 
     def predict(self, slot: int, tokens: Sequence[int]) -> None:
         self.texts.predict(slot, tokens)
+
+    def consult(self, slot: int, corpus: str) -> None:
+        self.texts.consult(slot, corpus)
 
     def ignore(self, slot: int) -> None:
         self.texts.ignore(slot)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -67,6 +67,7 @@ class Verified:
         return self.accepted.total() / max(self.drafted.total(), 1)
 
 
+RECORDED = 1000  # how many of the newest step times are kept for each number of requests, where they are
 STEP_BOUNDS = (0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.12, 0.25, 0.5, 1.0, 4.0)  # seconds of a step
 WAIT_BOUNDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)  # seconds a request waits
 
@@ -105,6 +106,8 @@ class Metrics:
     prefill_steps: int = 0
     captured_steps: int = 0  # decode forwards that a CUDA graph ran
     step_times: dict[int, Histogram] = field(default_factory=dict)  # nodes of a step's trees -> seconds of the steps
+    # With SGLANG_RECORD_STEP_TIME the seconds of the newest decode steps by number of requests, else None.
+    recorded: dict[int, deque[float]] | None = None
     queue_times: Histogram = field(default_factory=lambda: Histogram(WAIT_BOUNDS))  # from arrival to a slot
     _window: Verified = field(default_factory=Verified)
     _window_start: float = field(default_factory=time.monotonic)
@@ -123,7 +126,9 @@ class Metrics:
 
     def stats(self) -> dict[str, Any]:
         """Return the totals as /server_info names them."""
+        recorded = {str(batch): list(seconds) for batch, seconds in (self.recorded or {}).items()}
         return {
+            **({} if self.recorded is None else {"step_time_dict": recorded}),
             "avg_spec_accept_length": self.verified.accept_length,
             "last_gen_throughput": self.last_throughput,
             "total_retractions": self.retractions,
@@ -181,6 +186,8 @@ class Metrics:
         if nodes not in self.step_times:
             self.step_times[nodes] = Histogram(STEP_BOUNDS)
         self.step_times[nodes].add(seconds)
+        if self.recorded is not None:
+            self.recorded.setdefault(len(kept), deque(maxlen=RECORDED)).append(seconds)
         self.shapes[nodes] += 1
         now = self._last = time.monotonic()
         if self.shapes.total() % self.log_interval:

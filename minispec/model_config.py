@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -79,7 +79,10 @@ _ARCHITECTURES = {
 _NEEDS = {
     "GptOss": "attention sinks and MXFP4 weights",
     "Llama4": "attention in chunks and another kind of mixture of experts",
-    "DeepseekV": "latent attention and another kind of mixture of experts",
+    "DeepseekV": "latent attention and another kind of mixture of experts, in its MTP layer too",
+    "Grok": "soft caps on attention and router, norms before and after a layer, and experts with GELU",
+    "MiMoV2": "attention sinks, values narrower than keys, experts behind a sigmoid, and several MTP layers",
+    "Step3p5": "gates on attention heads, positions on a part of a head, shared experts, and several MTP layers",
     "MiniCPM3": "latent attention",
     "Gemma": "norms that multiply by 1 + weight, and from Gemma 2 on soft caps or two rotary thetas",
     **dict.fromkeys(("Olmo2", "Olmo3"), "norms over the full width of q and k, and none before a layer"),
@@ -89,6 +92,8 @@ _NEEDS = {
     ),
     **dict.fromkeys(("Moe", "MoE", "Dbrx"), "another kind of mixture of experts"),
 }
+# The same by a part of a published model's name, in small letters and digits alone, where there is no config.json yet.
+NAMES = {part.lower(): need for part, need in _NEEDS.items() if part not in ("Moe", "MoE", "Hybrid", "Mamba")}
 
 _SCALING_KEYS = {
     "linear": ("factor",),
@@ -276,6 +281,13 @@ def one_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
+def what_it_needs(architectures: Sequence[object]) -> str:
+    """Return what a model with these architectures needs and minispec lacks; empty if nothing is known of it."""
+    if any(name in _ARCHITECTURES for name in architectures):
+        return ""
+    return next((need for part, need in _NEEDS.items() if any(part in str(name) for name in architectures)), "")
+
+
 def expert_names(owner: str, kind: str, count: int) -> list[str]:
     """Return the names of the matrices that a stacked tensor of a layer's experts holds, in their order.
 
@@ -296,8 +308,8 @@ def _architecture(config: Mapping[str, Any]) -> str:
     names = names or [name for name in _ARCHITECTURES if _model_type(name) == config.get("model_type")]
     if found := next((name for name in names if name in _ARCHITECTURES), None):
         return found
-    needs = (f": it needs {need}" for part, need in _NEEDS.items() if any(part in name for name in names))
-    raise ModelError(f"config.json: architectures {names} not supported{next(needs, '')}; supported: "
+    needs = f": it needs {need}" if (need := what_it_needs(names)) else ""
+    raise ModelError(f"config.json: architectures {names} not supported{needs}; supported: "
                      f"{', '.join(_ARCHITECTURES)}")  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from minispec.corpora import Corpora
 from minispec.drafter import Draft, HostDrafter
 
 INDEX_PER_STEP = 256  # how many prompt tokens are indexed between two drafts; this takes Python about 15 ms
@@ -399,12 +400,13 @@ class NgramDrafter(HostDrafter):
     """
 
     name = "ngram"
+    corpora: Corpora
 
     def __init__(self, options: NgramOptions) -> None:
         self.options = options
         self.nodes = options.nodes
         self.depth = min(options.nodes - 1, options.branch_length - options.min_match)
-        self.trie = Trie(options)
+        self.trie, self.corpora = Trie(options), Corpora()
         self.seconds: float | None = None  # the time limit of indexing between two drafts; None: no limit of time
         self._texts: dict[int, _Text] = {}  # by slot
         self._line: deque[_Text] = deque()  # the texts that have tokens waiting
@@ -412,7 +414,15 @@ class NgramDrafter(HostDrafter):
     def propose(self, slots: Sequence[int]) -> list[Draft]:
         """Do one step's indexing, then return one tree per slot; raises KeyError for a slot without tokens."""
         self.tick()
-        return [self._draft(self._texts[slot]) for slot in slots]
+        return [self._longer(slot, self._draft(self._texts[slot])) for slot in slots]
+
+    def _longer(self, slot: int, draft: Draft) -> Draft:
+        """Return the draft of the external corpora if it comes from a longer match than this one."""
+        newest = self._texts[slot].newest
+        tokens, match = self.corpora.follow(slot, newest, self.nodes - 1, self.options.max_match)
+        if not tokens or match <= draft.match:
+            return draft
+        return Draft([newest[-1], *tokens], list(range(-1, len(tokens))), match, "lookup")
 
     def _draft(self, text: _Text) -> Draft:
         text.drafted = True
@@ -429,6 +439,9 @@ class NgramDrafter(HostDrafter):
         expected = _Text(Trie(self.options), waiting=deque(tokens))
         self._texts.setdefault(slot, _Text(self.trie)).expected = expected
         self._line.appendleft(expected)
+
+    def consult(self, slot: int, corpus: str) -> None:
+        self.corpora.name(slot, corpus)
 
     def commit(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
         """Take in the next tokens of a slot's text, even those whose rows the prefix cache had.
@@ -470,6 +483,7 @@ class NgramDrafter(HostDrafter):
 
     def release(self, slot: int) -> None:
         """Forget a slot whose request ended or was retracted; its text stays in the trie."""
+        self.corpora.release(slot)
         text = self._texts.pop(slot, None)
         if text is None:
             return

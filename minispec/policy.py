@@ -284,6 +284,7 @@ class Policy:
         benchmarks: if set, this function chooses the shape of each step in which some request wants drafts.
         """
         self.trees, self.adapts_from, self.looks_up = dict(trees), adapts_from, looks_up
+        self.allows: Callable[[int, int], bool] | None = None  # which nodes a batch may draft; None: any
         self.times, self.matches, self.everyone = Times(), Matches(), Acceptance(ALL_KEEP)
         self.returns = Returns()
         self.forced: Callable[[Sequence[Shape]], Shape] | None = None
@@ -305,6 +306,8 @@ class Policy:
         offer: returns the trees of `Drafter.host_drafts` for these requests; not called if the step is sure to be
         plain.
         """
+        if self.allows is not None:
+            shapes = [s for s in shapes if not s.drafts or s == PLAIN or self.allows(len(requests), s.nodes)]
         fixed = self.decided(shapes) if any(r.speculative for r in requests) else PLAIN
         drafts = () if fixed == PLAIN else offer()
         offered: Sequence[Draft | None] = drafts or [None] * len(requests)
@@ -359,6 +362,11 @@ class Policy:
             return
         for nodes in self.trees:
             self.matches.learn(nodes, draft.match, draft.emits(seen, nodes))
+
+    @property
+    def nodes(self) -> int:
+        """The nodes of trees in the shape in use; 1 if steps are plain."""
+        return self._shape.nodes if self._shape.drafts else 1
 
     def restart(self, seconds: Mapping[tuple[int, Shape], float], rows: int) -> None:
         """Forget all times, and begin with `seconds`, measured for each batch and shape on texts of `rows` rows."""

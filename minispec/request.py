@@ -153,6 +153,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     sampling_seed: int | None = None  # None: drawn at submission
     speculative: bool = True  # False: no drafts are verified for this request
+    ngram_corpus_id: str | None = None  # the external corpus to draft from; None: all
     logprobs: Logprobs | None = None  # None: none
     grammar: Grammar | None = None  # what the output must match; EOS then ends the output, whatever ignore_eos says
 
@@ -185,6 +186,8 @@ class SamplingParams:
         for name in ("ignore_eos", "no_stop_trim", "skip_special_tokens", "speculative"):
             if not isinstance(value := getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, got {short(value)}", name)
+        if (corpus := self.ngram_corpus_id) is not None and not isinstance(corpus, str):
+            raise RequestError(f"ngram_corpus_id must be a string, got {short(corpus)}", "ngram_corpus_id")
         if self.sampling_seed is not None:
             _integer("sampling_seed", self.sampling_seed, -(2**63), 2**63 - 1)
         if self.grammar is not None and not isinstance(self.grammar, Grammar):

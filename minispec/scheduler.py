@@ -32,7 +32,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -109,6 +109,7 @@ class Scheduler:
         # The other choices wait here, by leader.
         self.parked: dict[Request, list[Request]] = {}
         self.outputs: dict[Request, Output] = {}  # of every request that has not ended
+        self.greedy = False  # whether every request's temperature counts as 0
         self._seeds = random.Random(options.random_seed)
         # Updates that were not returned yet. They are kept here, so that a step that raises halfway loses none.
         self._updates: list[Update] = []
@@ -148,6 +149,8 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queue a validated request, or park it (`parked`); draws its seed if it has none."""
+        if self.greedy:
+            request.params = replace(request.params, temperature=0.0)
         seed = request.params.sampling_seed
         request.seed = self._seeds.getrandbits(62) if seed is None else seed
         self.metrics.arrived(idle=not self.has_work)
@@ -557,7 +560,8 @@ class Scheduler:
         self.kv.give_back(self.cache.evict(self.cache.count))
         self.engine.drafter.clear()
         self.engine.drafter_seconds = 0.0
-        self.metrics = Metrics(self.sizes.nodes, self.metrics.log_interval, self.metrics.on_cuda)
+        recorded: dict[int, deque[float]] | None = None if self.metrics.recorded is None else {}
+        self.metrics = Metrics(self.sizes.nodes, self.metrics.log_interval, self.metrics.on_cuda, recorded=recorded)
         return True
 
     def reconfigure(self, thresholds: tuple[float, float] | None, adapts_from: float) -> None:
@@ -591,7 +595,8 @@ class Scheduler:
             "effective_max_running_requests_per_dp": self.sizes.max_running,
             "speculative_num_steps": self.sizes.steps,
             "speculative_eagle_topk": self.sizes.topk,
-            "speculative_num_draft_tokens": self.sizes.nodes,
+            "speculative_num_draft_tokens": self.sizes.own_nodes,
+            "speculative_lookup_num_draft_tokens": self.sizes.nodes if self.sizes.looks_up else None,
             "drafter_seconds": self.engine.drafter_seconds,
             **self.metrics.stats(),
         }

@@ -29,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property, partial, partialmethod
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from aiohttp import web
 
@@ -52,6 +52,10 @@ from minispec.serve.routes import ROUTES, Misspelt, tidied
 from minispec.serve.streams import Exchange, delivered, delivering, leave, stream
 from minispec.serve.watchdog import Watchdog
 from minispec.serve.worker import Build, EngineThread, build_llm, build_sealed_llm
+
+if TYPE_CHECKING:
+    from minispec.llm import LLM
+    from minispec.load.corpora import Library
 
 logger = logging.getLogger("minispec")
 Parser = Callable[[dict[str, Any], dict[str, Any]], parse.Job]  # of a body, with the model's sampling defaults
@@ -378,6 +382,31 @@ class Server:
         self.config = config
         self.__dict__.pop("_served", None)  # its fingerprint depends on the config
         return json_answer([True])
+
+    def _corpora(self) -> Library:
+        """Return the engine's corpora; RequestError with replicas, of which each would need them."""
+        self._ready()
+        if isinstance(self.engine, Replicas):
+            raise RequestError("external corpora are not for --dp-size yet")
+        return cast("LLM", self.engine.llm).corpora
+
+    async def add_corpus(self, http: web.Request) -> web.Response:
+        """Add texts to draft from; answers when they are there, while requests go on."""
+        library, asked = self._corpora(), await self._body(http, fields.AddCorpus)
+        add = partial(library.add, asked.corpus_id, asked.documents, asked.file_path)
+        name, count = await asyncio.to_thread(add)
+        return json_answer({"success": True, "corpus_id": name, "loaded_token_count": count,
+                            "message": f"corpus {name} has {count} tokens"})  # fmt: skip
+
+    async def remove_corpus(self, http: web.Request) -> web.Response:
+        """Remove texts to draft from, without waiting for requests that use them."""
+        library, asked = self._corpora(), await self._body(http, fields.RemoveCorpus)
+        library.remove(asked.corpus_id)
+        return json_answer({"success": True, "message": f"corpus {asked.corpus_id} is removed"})
+
+    async def list_corpora(self, http: web.Request) -> web.Response:
+        """The number of tokens of each corpus."""
+        return json_answer({"success": True, "corpus_token_counts": dict(self._corpora().counts), "message": ""})
 
     async def abort_request(self, http: web.Request) -> web.Response:
         """End the prompts whose rid begins with `rid`, or all prompts; 200 even if there were none.

@@ -56,7 +56,8 @@ def test_the_drafters_of_the_page_pass(name: str, check: Callable[[Subject], Non
 
 
 OTHERS = ("ngram_", "dflash_", "draft_window_size")  # a note says that they belong to other drafters
-ENGINES = {"algorithm", "adaptive", "accept_threshold_single", "accept_threshold_acc", "draft_model_revision"}
+ENGINES = {"algorithm", "adaptive", "adaptive_config", "accept_threshold_single", "accept_threshold_acc",
+           "draft_model_revision"}  # fmt: skip
 VALUES = {"draft_load_format": "pt", "draft_model_quantization": "fp8", "lookup": True, "draft_model_path": "x",
           "token_map": "x"}  # fmt: skip
 

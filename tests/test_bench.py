@@ -250,6 +250,27 @@ def test_a_sweep_measures_each_possible_tree_once_and_goes_on_where_it_was_cut_o
     assert len(out.read_text().splitlines()) == 8
 
 
+def test_the_tuning_script_s_command_line_is_a_sweep_with_its_settings(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    out = tmp_path / "output.jsonl"
+    monkeypatch.setattr("sys.argv", [
+        "bench.py", "--model-path", str(tiny), "--speculative-draft-model-path", str(tiny), "--trust-remote-code",
+        "--speculative-algorithm", "STANDALONE", "--device", "cpu", "--dtype=float32", "--disable-torch-compile",
+        "--mem-fraction-static", "0.6", "--batch-size", "2", "--steps", "0", "1", "--topk", "0", "1",
+        "--num_draft_tokens", "0", "2", "--num-prompts", "3", "--start", "1", "--end", "2", "--output", str(out),
+    ])  # fmt: skip
+    args = bench.parse()
+    assert (args.new_tokens, args.rounds, args.ignore_eos) == (512, 1, True)
+    assert args.launch == {"trust_remote_code": True, "mem_fraction_static": 0.6}
+    assert bench.cells(args) == [(2, 0, 0, 0), (2, 1, 1, 2)]
+    monkeypatch.setattr(bench, "parse", lambda: (setattr(args, "new_tokens", 6), args)[1])
+    bench.main()
+    (line,) = (json.loads(line) for line in out.read_text().splitlines())
+    assert list(line) == FIELDS and tuple(line.values())[:4] == (2, 1, 1, 2) and line["completion_tokens"] == 6
+    assert bench.as_script([]).batch == (1, 2, 4, 8, 16) and len(bench.cells(bench.as_script([]))) > 60
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

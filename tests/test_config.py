@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
+from test_llm import CONFIG, DUMMY
 
+from minispec import LLM, SamplingParams
 from minispec.config import Config, flag_name
 from minispec.load.flags import config_from_args, flags_page
-from minispec.load.sglang_flags import INSTEAD, LINES, REFUSED, SPEC_V2, VARIABLES, foreign_flags
+from minispec.load.sglang_flags import GREEDY, INSTEAD, LINES, RECORD, REFUSED, SPEC_V2, VARIABLES, foreign_flags
 from minispec.load.tree_shape import tree_shape
+from minispec.ngram import NgramDrafter, NgramOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -27,26 +32,35 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return printed
 
 
-def documented() -> list[tuple[dict[str, str], list[str]]]:
-    """Return the launch commands of SGLang's documentation: environment variables, and the flags as written."""
-    lines = (ROOT / "tests/launch_commands.txt").read_text().splitlines()
-    commands = []
-    for line in lines:
+class Command(NamedTuple):
+    """A launch command of SGLang's documentation: environment variables, and the flags as written."""
+
+    environ: dict[str, str]
+    argv: list[str]
+    refused: bool
+
+
+def commands() -> list[Command]:
+    """Return the launch commands of tests/launch_commands.txt, in its order."""
+    found = []
+    for line in (ROOT / "tests/launch_commands.txt").read_text().splitlines():
         if line.startswith("#"):
             continue
-        words = line.split()  # not a shell's rules: <your-model> is a name like any other
+        words = line.removeprefix("refused: ").split()  # not a shell's rules: <your-model> is a name like any other
         at = words.index("minispec.server")
-        commands.append((dict(word.split("=", 1) for word in words[:at]), words[at + 1 :]))
-    return commands
+        environ = dict(word.split("=", 1) for word in words[:at])
+        found.append(Command(environ, words[at + 1 :], line.startswith("refused: ")))
+    return found
 
 
-DOCUMENTED = documented()
+COMMANDS = commands()
+DOCUMENTED = [command for command in COMMANDS if not command.refused]
 
 
-@pytest.mark.parametrize("number", range(len(DOCUMENTED)))
-def test_every_documented_command_is_accepted_as_written(number: int) -> None:
-    environ, argv = DOCUMENTED[number]
-    assert len(DOCUMENTED) == 24
+@pytest.mark.parametrize("command", DOCUMENTED)
+def test_every_documented_command_is_accepted_as_written(command: Command) -> None:
+    environ, argv, _ = command
+    assert (len(COMMANDS), len(DOCUMENTED)) == (42, 36)
     config = config_from_args(argv, environ)
     asked = dict(zip(argv, argv[1:], strict=False))
     assert config.model_path == (asked.get("--model") or asked["--model-path"])
@@ -55,6 +69,20 @@ def test_every_documented_command_is_accepted_as_written(number: int) -> None:
     noted = [flag for flag in argv if flag in foreign_flags() or flag == "--trust-remote-code"]
     assert len(config.notes) == len(noted) + len(environ)  # a line for each flag that does not act, and no other
     assert all(any(flag in note for note in config.notes) for flag in noted)
+
+
+def test_a_refused_command_names_what_is_missing_before_any_flag(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    refused = [command for command in COMMANDS if command.refused]
+    said = [refusal(capsys, *argv).partition("error: ")[2] for _, argv, _ in refused]
+    assert [line.split(" ")[0] for line in said] == [
+        "deepseek-ai/DeepSeek-V4-Flash-DSpark", "--speculative-algorithm", *["--enable-deterministic-inference:"] * 4
+    ]  # fmt: skip
+    assert "is not served: it needs latent attention" in said[0] and "DSPARK is not served yet: it needs" in said[1]
+    (tmp_path / "config.json").write_text('{"architectures": ["Grok1ForCausalLM"]}')
+    assert "soft caps" in refusal(capsys, "--model", str(tmp_path), "--pgae-size", "4")
+    assert "soft caps" not in refusal(capsys, "--model", "x", "--pgae-size", "4")
 
 
 def test_defaults_are_those_of_the_contract() -> None:
@@ -85,7 +113,7 @@ def test_every_flag_reaches_its_field_and_underscores_do_too() -> None:
         "speculative_draft_load_format": "pt", "log_level_http": "info", "chat_template": "chatml",
         "cors_origins": "https://a.example", "tool_call_parser": "qwen25", "reasoning_parser": "qwen3",
         "ssl_keyfile": __file__, "ssl_certfile": __file__, "dist_init_addr": "here:1", "ray_address": "here:1",
-        "speculative_draft_model_quantization": "unquant",
+        "speculative_draft_model_quantization": "unquant", "speculative_adaptive_config": __file__,
     }  # fmt: skip
     flags = [f for f in dataclasses.fields(Config) if f.metadata]
     assert len(flags) > 30
@@ -105,7 +133,6 @@ def test_every_flag_reaches_its_field_and_underscores_do_too() -> None:
             if f.name == "revision":
                 argv += ["--model", "somewhere"]
             argv += {"nnodes": TOGETHER, "node_rank": ["--nnodes", "8", *TOGETHER]}.get(f.name, [])
-            argv = ["--speculative-ngram-max-bfs-breadth=9", *argv] if f.name == "speculative_ngram_capacity" else argv
             assert getattr(config_from_args(argv), f.name) != f.default, argv
 
 
@@ -126,6 +153,30 @@ def test_every_flag_reaches_its_field_and_underscores_do_too() -> None:
 )
 def test_old_spellings_and_aliases_work(argv: list[str], field: str, value: object) -> None:
     assert getattr(config_from_args(argv), field) == value
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "numbers", "nodes"),
+    [
+        ("max-trie-depth", 8, (1, 7, 8, 10_000_000, 1, 10), 8),
+        ("max-trie-depth", 30, (1, 12, 30, 10_000_000, 1, 10), 12),
+        ("branch-length", 2, (1, 1, 2, 10_000_000, 1, 10), 2),
+        ("min-match-window-size", 20, (20, 20, 21, 10_000_000, 1, 10), 12),
+        ("max-match-window-size", 40, (1, 40, 41, 10_000_000, 1, 10), 40),
+        ("min-bfs-breadth", 20, (1, 12, 18, 10_000_000, 20, 20), 12),
+        ("max-bfs-breadth", 1, (1, 12, 18, 10_000_000, 1, 1), 12),
+        ("capacity", 5, (1, 3, 4, 5, 1, 10), 4),
+    ],
+)
+def test_every_number_of_ngram_works_alone_and_what_adapts_is_said(flag, value, numbers, nodes) -> None:
+    config = config_from_args(["--speculative-algo=ngram", f"--speculative-ngram-{flag}={value}"])
+    assert tuple(config.ngram.values()) == numbers and config.draft_tokens == nodes
+    usual = Config(speculative_algorithm="NGRAM").ngram
+    moved = [name for name, now in config.ngram.items() if now not in (usual[name], getattr(config, name))]
+    assert [note.split(" is taken as ")[0] for note in config.notes] == list(map(flag_name, moved))
+    again = dataclasses.replace(config, notes=())
+    assert again == config and tuple(again.ngram.values()) == numbers
+    NgramDrafter(NgramOptions(*numbers[:2], *numbers[4:], "BFS", *numbers[2:4], nodes))
 
 
 def test_speculation_is_on_for_the_default_model_only() -> None:
@@ -163,20 +214,23 @@ def test_speculation_is_on_for_the_default_model_only() -> None:
         (["--mem-fraction-static", "nan"], "--mem-fraction-static"),
         (["--chunked-prefill-size", "0"], "--chunked-prefill-size must be positive"),
         (["--max-queued-requests", "0"], "--max-queued-requests must be at least 1, got 0"),
-        (["--speculative-algo", "NGRAM", "--speculative-ngram-branch-length", "12"],
-         "must be below --speculative-ngram-branch-length, got 12 and 12"),
-        (["--speculative-algo", "NGRAM", "--speculative-ngram-min-match-window-size", "13"],
-         "must be at most --speculative-ngram-max-match-window-size, got 13 and 12"),
-        (["--speculative-algo", "NGRAM", "--speculative-ngram-min-bfs-breadth", "11"],
-         "must be at most --speculative-ngram-max-bfs-breadth, got 11 and 10"),
+        (["--speculative-algo", "NGRAM", "--speculative-ngram-branch-length", "9",
+          "--speculative-ngram-max-match-window-size=9"], "below --speculative-ngram-branch-length, got 9 and 9"),
+        (["--speculative-algo", "NGRAM", "--speculative-ngram-min-match-window-size", "13",
+          "--speculative-ngram-max-match-window-size=10"],
+         "must be at most --speculative-ngram-max-match-window-size, got 13 and 10"),
+        (["--speculative-algo", "NGRAM", "--speculative-ngram-min-match-window-size", "5",
+          "--speculative-ngram-max-trie-depth=5"], "must be below --speculative-ngram-branch-length, got 5 and 5"),
+        (["--speculative-algo", "NGRAM", "--speculative-ngram-min-bfs-breadth", "11",
+          "--speculative-ngram-max-bfs-breadth=9"], "at most --speculative-ngram-max-bfs-breadth, got 11 and 9"),
         (["--speculative-ngram-min-bfs-breadth", "0"], "--speculative-ngram-min-bfs-breadth must be at least 1, got 0"),
         (["--speculative-ngram-match-type", "dfs"], "ngram-match-type must be one of BFS, PROB, got 'DFS'"),
         (["--speculative-accept-threshold-single", "1.5"], "-single must be in [0, 1], got 1.5"),
         (["--speculative-accept-threshold-acc", "nan"], "--speculative-accept-threshold-acc must be in [0, 1]"),
         (["--cuda-graph-max-bs", "0"], "--cuda-graph-max-bs must be at least 1, got 0"),
         (["--cuda-graph-bs", "1", "-2"], "--cuda-graph-bs must be at least 1, got -2"),
-        (["--cuda-graph-bs", "1", "two"], "argument --cuda-graph-bs: invalid int value: 'two'"),
-        (["--cuda-graph-bs"], "argument --cuda-graph-bs: expected at least one argument"),
+        (["--cuda-graph-bs", "1", "two"], "argument --cuda-graph-bs/--cuda-graph-bs-decode: invalid int value: 'two'"),
+        (["--cuda-graph-bs"], "argument --cuda-graph-bs/--cuda-graph-bs-decode: expected at least one argument"),
         (["--tp-size", "3", "--nnodes", "2"], "--tp-size must be a multiple of --nnodes"),
         (["--tp", "2", "--nnodes", "2"], "--nnodes 2 needs --dist-init-addr, HOST:PORT of machine 0"),
         (["--tp", "2", "--nnodes", "2", "--node-rank", "2"], "--node-rank must be in [0, 1] with --nnodes 2, got 2"),
@@ -207,22 +261,24 @@ def test_flags_that_ask_for_what_is_so_leave_one_note(argv: list[str]) -> None:
     assert len(notes) == 1 and argv[0].partition("=")[0].replace("_", "-") in notes[0]
 
 
-@pytest.mark.parametrize("flag", [flag for flags in LINES.values() for flag in flags.split()])
-def test_what_changes_no_output_is_taken_with_any_value_and_one_line(flag: str) -> None:
-    for words in ([flag], [flag, "7"], [flag, "1", "2", "4"], [f"{flag}=auto"]):
-        config = config_from_args(words)
-        assert len(config.notes) == 1 and config.notes[0].startswith(words[0].partition("=")[0])
-        assert dataclasses.replace(config, notes=()) == Config()
+def test_what_changes_no_output_is_taken_with_any_value_and_one_line() -> None:
+    usual, flags = Config(), [flag for flags in LINES.values() for flag in flags.split()]
+    assert len(flags) == len(set(flags)) > 250
+    for flag in flags:
+        for words in ([flag], [flag, "7"], [flag, "1", "2", "4"], [f"{flag}=auto"]):
+            config = config_from_args(words)
+            assert len(config.notes) == 1 and config.notes[0].startswith(words[0].partition("=")[0])
+            assert dataclasses.replace(config, notes=()) == usual
 
 
-@pytest.mark.parametrize("flag", [word for flags in REFUSED.values() for word in flags.split()])
 def test_what_opens_a_door_is_refused_but_for_the_value_that_describes_what_is_so(
-    flag: str, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    name, equals, value = flag.partition("=")
-    assert name in refusal(capsys, name, "another")
-    if equals:
-        assert len(config_from_args([name, value]).notes) == 1
+    for flag in [word for flags in REFUSED.values() for word in flags.split()]:
+        name, equals, value = flag.partition("=")
+        assert f"{name} another: " in refusal(capsys, name, "another")
+        if equals:
+            assert len(config_from_args([name, value]).notes) == 1
 
 
 @pytest.mark.parametrize("name", INSTEAD)
@@ -258,6 +314,24 @@ def test_variables_of_sglang_that_are_set_are_named_in_one_line() -> None:
     (note,) = config_from_args([], environ).notes
     assert note.endswith(f"not read here: SGLANG_A, SGLANG_B, {SPEC_V2}")
     assert config_from_args([], {"HOME": "/"}).notes == ()
+
+
+def test_two_variables_of_sglang_act(tmp_path: Path) -> None:
+    ngram, environ = ["--speculative-algo=ngram"], {GREEDY: "True", RECORD: "1"}
+    config = config_from_args(ngram, environ)
+    assert config.verifies_greedily and config.record_step_time
+    assert config.notes == (f"{GREEDY}: temperatures of requests count as 0",)
+    other = config_from_args([], environ)
+    assert not other.verifies_greedily and other.notes == (f"{GREEDY}: nothing but with NGRAM",)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    options = {**DUMMY, "device": "cpu", "speculative_algorithm": "NGRAM"}
+    greedy, plain = LLM(tmp_path, force_greedy=True, record_step_time=True, **options), LLM(tmp_path, **options)
+    hot, cold = (SamplingParams(temperature=heat, sampling_seed=3, max_new_tokens=9) for heat in (2.0, 0.0))
+    texts = [llm.generate([1, 2, 3], wish)["output_ids"] for llm in (greedy, plain) for wish in (hot, cold)]
+    assert texts[0] == texts[1] == texts[3] != texts[2]
+    times = greedy.scheduler.stats()["step_time_dict"]
+    assert list(times) == ["1"] and 2 <= len(times["1"]) <= 16 and min(times["1"]) > 0
+    assert "step_time_dict" not in plain.scheduler.stats()
 
 
 def test_spec_v2_says_that_trees_are_served() -> None:
@@ -298,6 +372,8 @@ def test_the_page_of_flags_is_what_the_tables_say_and_lists_the_whole_contract(
 ) -> None:
     page = (ROOT / "docs/flags.md").read_text(encoding="utf-8")
     assert page == flags_page(), "python -m minispec.load.flags > docs/flags.md"
+    acting = page.partition("## Flags that act")[2].partition("\n## ")[0].splitlines()[4:]
+    assert len(acting) > 70 and [row for row in acting if row.startswith("|") and "|  |" in row] == []  # all defaults
     assert [flag for flag in CONTRACT if f"`{flag}`" not in page] == []
     assert [name for name in VARIABLES if f"`{name}`" not in page] == [] and len(VARIABLES) == 10
     for flag in CONTRACT:  # and the parser knows each: whatever else it says, it is not that it never heard of it

@@ -1,9 +1,9 @@
-"""Six of the documentation's launch commands, run as written against tiny checkpoints in the formats of their models.
+"""The documentation's launch commands, run as written against tiny checkpoints in the formats of their models.
 
-A folder whose name is a hub's id is found before the hub is asked, so each command runs in a folder that holds its
-checkpoints under the very ids. Appended are a free port, `--device cpu --disable-torch-compile`, for speed, and
-another share of the memory with a bound on the KV pool, since what they ask for is not there while other tests run. One
-of them runs in a process of its own, the others in threads of the tests.
+A folder whose name is a hub's id is found before the hub is asked, so the commands run in a folder that holds their
+checkpoints under the very ids. Appended are a free port and `--device cpu --disable-torch-compile`, for speed. Of
+commands that differ only in what a CPU has no use for, one runs. The first of them runs in a process of its own, the
+others in threads of the tests; `python -m benchmarks.launch_commands` runs all in processes.
 
 Every target follows a script: its LM head maps each token of a fixed text to the next one, through layers of random
 weights that add a little noise. So the greedy answer is known beforehand. The heads are made to read the newest token
@@ -18,7 +18,6 @@ import shutil
 import signal
 import time
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,18 +26,34 @@ import pytest
 import torch
 from conftest import free_port
 from safetensors.torch import save_file
-from test_config import DOCUMENTED, ROOT
+from test_config import DOCUMENTED, ROOT, Command
 from test_server import Running, launch, script
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from minispec import LLM
+from minispec.beam import candidate_count
+from minispec.config import FLAGS, NUMBERS, flag_name
+from minispec.llm import startup_line
 from minispec.load.flags import config_from_args
+from minispec.serve.notebooks import print_highlight
 
 Tensors = dict[str, Tensor]
-APPENDED = ["--device", "cpu", "--disable-torch-compile", "--max-total-tokens", "8192",
-            "--mem-fraction-static", "0.95"]  # fmt: skip
+APPENDED = ["--device", "cpu", "--disable-torch-compile"]
 H, INNER, HEADS, KV_HEADS, LAYERS = 64, 96, 4, 2, 8  # sizes of every target; a head's layer has them too
 SIZE = H // HEADS
+
+
+
+
+class Names(NamedTuple):
+    """The ids of a command's models."""
+
+    target: str
+    draft: str | None
+
+
+MADE: dict[str, Names] = {}  # what `make` has written last, by target
 
 
 class Text(NamedTuple):
@@ -53,6 +68,13 @@ class Text(NamedTuple):
         weight = torch.zeros_like(self.embed)
         weight[[*self.ids[steps:], *self.ids[:steps]]] = 0.2 * self.embed[self.ids]
         return weight
+
+
+def text_of(base: Path) -> Text:
+    """Return the script in the tokenizer of a model's folder, with an embedding."""
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    generator = torch.Generator().manual_seed(0)
+    return Text(len(tokenizer), script(tokenizer), torch.randn(len(tokenizer), H, generator=generator))
 
 
 # ---- checkpoints --------------------------------------------------------------------------------------------------
@@ -105,7 +127,7 @@ def keep(width: int, part: int) -> Tensor:
 def write(folder: Path, stated: dict[str, Any], tensors: Tensors, *, tokenizer: Path | None = None,
           pickled: bool = False) -> None:  # fmt: skip
     """Write a checkpoint in float16, with a tokenizer if it is a whole model."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(stated))
     tensors = {name: t.half().contiguous() if t.is_floating_point() else t for name, t in tensors.items()}
     if pickled:
@@ -117,33 +139,33 @@ def write(folder: Path, stated: dict[str, Any], tensors: Tensors, *, tokenizer: 
             shutil.copy(tokenizer / name, folder)
 
 
-def eagle2(at: Path, text: Text, base: Path) -> None:
+def eagle2(at: Path, text: Text, base: Path, names: Names) -> None:
     """Llama 2 and SGLang's EAGLE head: fc over (embedding, feature), a layer without an input norm, a pickle."""
-    write(at / "meta-llama/Llama-2-7b-chat-hf", config(text, "LlamaForCausalLM"), target(text), tokenizer=base)
+    write(at / names.target, config(text, "LlamaForCausalLM"), target(text), tokenizer=base)
     head = {"fc.weight": keep(2 * H, 0), **layer("layers.0.", silent=True)}
     stated = config(text, "LlamaForCausalLMEagle", num_hidden_layers=1, bias=False)
-    write(at / "lmsys/sglang-EAGLE-llama2-chat-7B", stated, head, pickled=True)
+    write(at / names.draft, stated, head, pickled=True)
 
 
-def fr_spec(at: Path, text: Text, base: Path) -> None:
+def fr_spec(at: Path, text: Text, base: Path, names: Names) -> None:
     """Llama 3, an EAGLE head, and FR-Spec's map: a pickled list of the most frequent ids."""
     stated = config(text, "LlamaForCausalLM", rope_theta=500000.0)
-    write(at / "meta-llama/Meta-Llama-3-8B-Instruct", stated, target(text), tokenizer=base)
+    write(at / names.target, stated, target(text), tokenizer=base)
     head = {"fc.weight": keep(2 * H, 0), **layer("layers.0.", silent=True)}
     stated = config(text, "LlamaForCausalLMEagle", num_hidden_layers=1, bias=False, rope_theta=500000.0)
-    write(at / "lmsys/sglang-EAGLE-LLaMA3-Instruct-8B", stated, head, pickled=True)
+    write(at / names.draft, stated, head, pickled=True)
     others = [i for i in range(text.vocab) if i not in text.ids][:40]
-    (maps := at / "thunlp/LLaMA3-Instruct-8B-FR-Spec").mkdir(parents=True)
+    (maps := at / "thunlp/LLaMA3-Instruct-8B-FR-Spec").mkdir(parents=True, exist_ok=True)
     torch.save(text.ids[::-1] + others, maps / "freq_32768.pt")
 
 
-def eagle3(at: Path, text: Text, base: Path) -> None:
+def eagle3(at: Path, text: Text, base: Path, names: Names) -> None:
     """Llama 3.1 and an EAGLE-3 head with a draft vocabulary: three streams of the target, offsets in d2t.
 
     The state is the stream itself, that is the token before the newest; so the head's own LM head looks two ahead.
     """
     stated = config(text, "LlamaForCausalLM", rope_theta=500000.0)
-    write(at / "meta-llama/Meta-Llama-3.1-8B-Instruct", stated, target(text), tokenizer=base)
+    write(at / names.target, stated, target(text), tokenizer=base)
     ids = torch.tensor(sorted(text.ids))
     head = {
         "fc.weight": keep(3 * H, 0), **layer("midlayer.", width=2 * H, silent=True), "norm.weight": torch.ones(H),
@@ -152,39 +174,43 @@ def eagle3(at: Path, text: Text, base: Path) -> None:
         "t2d": torch.zeros(text.vocab, dtype=torch.bool).index_fill(0, ids, True),
     }  # fmt: skip
     stated = config(text, "LlamaForCausalLMEagle3", num_hidden_layers=1, draft_vocab_size=len(ids))
-    write(at / "jamesliu1/sglang-EAGLE3-Llama-3.1-Instruct-8B", stated, head, pickled=True)
+    write(at / names.draft, stated, head, pickled=True)
 
 
-def mimo(at: Path, text: Text, base: Path) -> None:
+def mimo(at: Path, text: Text, base: Path, names: Names) -> None:
     """MiMo: biases on q, k, v, and the MTP layer among the target's tensors; hidden state first, then embedding."""
     prefix = "model.mtp_layers.0."
     ones = ("token_layernorm", "hidden_layernorm", "input_layernorm", "final_layernorm")
     mtp = {f"{prefix}{name}.weight": torch.ones(H) for name in ones}
     mtp |= {f"{prefix}input_proj.weight": keep(2 * H, 1), **layer(prefix, silent=True, biases=True)}
     stated = config(text, "MiMoForCausalLM", model_type="mimo", attention_bias=True, num_nextn_predict_layers=1)
-    write(at / "XiaomiMiMo/MiMo-7B-RL", stated, {**target(text, biases=True), **mtp}, tokenizer=base)
+    write(at / names.target, stated, {**target(text, biases=True), **mtp}, tokenizer=base)
 
 
-def standalone(at: Path, text: Text, base: Path) -> None:
+def standalone(at: Path, text: Text, base: Path, names: Names) -> None:
     """Two Qwen2.5 of one tokenizer, the draft of two layers."""
     stated = config(text, "Qwen2ForCausalLM", model_type="qwen2")
-    write(at / "Qwen/Qwen2.5-7B-Instruct", stated, target(text, biases=True), tokenizer=base)
+    write(at / names.target, stated, target(text, biases=True), tokenizer=base)
     draft = {**stated, "num_hidden_layers": 2}
-    write(at / "Qwen/Qwen2.5-1.5B-Instruct", draft, target(text, biases=True, layers=2), tokenizer=base)
+    if names.draft:
+        write(at / names.draft, draft, target(text, biases=True, layers=2), tokenizer=base)
 
 
-def dflash(at: Path, text: Text, base: Path) -> None:
-    """Qwen3 and z-lab's DFlash: the masks, whose embedding is zero, take in the newest token by attention.
+def dflash(at: Path, text: Text, base: Path, names: Names) -> None:
+    """Qwen3 or Llama, and z-lab's DFlash: the masks, whose embedding is zero, take in the newest token by attention.
 
     Context rows hold nothing, as do masks, and all rows weigh the same. So each mask predicts what follows the newest
     token, which is right in the first row alone.
     """
     mask = next(i for i in range(text.vocab) if i not in text.ids)
     norms = {f"self_attn.{name}_norm.weight": torch.ones(SIZE) for name in "qk"}
-    whole = target(text) | {f"model.layers.{i}.{name}": x for i in range(LAYERS) for name, x in norms.items()}
+    qwen = names.target.startswith("Qwen")
+    own = {f"model.layers.{i}.{name}": x for i in range(LAYERS) for name, x in norms.items()}
+    whole = target(text) | (own if qwen else {})
     whole["model.embed_tokens.weight"] = text.embed.index_fill(0, torch.tensor([mask]), 0.0)
     stated = config(text, "Qwen3ForCausalLM", model_type="qwen3", head_dim=SIZE)
-    write(at / "Qwen/Qwen3-8B", stated, whole, tokenizer=base)
+    llama = config(text, "LlamaForCausalLM", head_dim=SIZE)
+    write(at / names.target, stated if qwen else llama, whole, tokenizer=base)
     draft = {"fc.weight": keep(H, 0), "hidden_norm.weight": torch.zeros(H), "norm.weight": torch.ones(H),
              **layer("layers.0.", silent=True), **{f"layers.0.{name}": x for name, x in norms.items()},
              "layers.0.input_layernorm.weight": torch.ones(H)}  # fmt: skip
@@ -195,26 +221,58 @@ def dflash(at: Path, text: Text, base: Path) -> None:
         "num_key_value_heads": HEADS, "layer_types": ["full_attention"], "block_size": 16,
         "dflash_config": {"mask_token_id": mask, "target_layer_ids": [1]},
     }  # fmt: skip
-    write(at / "z-lab/Qwen3-8B-DFlash-b16", stated, draft)
+    write(at / names.draft, stated, draft)
+
+
+def make(at: Path, text: Text, base: Path, command: Command) -> None:
+    """Write the checkpoints that a command names, and the file of its --speculative-adaptive-config."""
+    asked = dict(zip(command.argv, command.argv[1:], strict=False))
+    names = Names(asked.get("--model") or asked["--model-path"],
+                  next((asked[flag] for flag in asked if flag.startswith("--speculative-draft")), None))  # fmt: skip
+    method = asked.get("--speculative-algorithm") or asked["--speculative-algo"]
+    makers = {"EAGLE": eagle2, "EAGLE3": eagle3, "DFLASH": dflash, "STANDALONE": standalone, "NGRAM": standalone}
+    maker = mimo if "MiMo" in names.target else fr_spec if "--speculative-token-map" in asked else makers[method]
+    if MADE.get(names.target) != names:
+        MADE[names.target] = names
+        torch.manual_seed(1)
+        maker(at, text, base, names)
+    (at / "adaptive_spec.json").write_text('{"ema_alpha": 0.2, "1": {"candidate_steps": [1, 3]}}')
 
 
 class Case(NamedTuple):
-    """A command, by its number among the documented ones, its checkpoints, and what is accepted if read rightly."""
+    """A command that is launched, and what it gives if it is read rightly."""
 
-    number: int
-    make: Callable[[Path, Text, Path], None]
-    shape: tuple[int, int, int]  # as the command says
+    command: Command
+    shape: tuple[int | None, int | None, int]  # steps, topk and nodes
     accepts: float  # tokens a verify step, at least
 
 
-CASES = [
-    Case(0, eagle2, (3, 4, 16), 3.5),
-    Case(2, fr_spec, (3, 4, 16), 3.5),
-    Case(3, eagle3, (3, 4, 16), 1.8),  # its first draft is right, and its state stays where it is
-    Case(4, mimo, (1, 1, 2), 1.9),
-    Case(5, standalone, (4, 2, 7), 4.5),
-    Case(23, dflash, (1, 1, 16), 1.9),  # its first draft is right
-]
+def accepted(method: str, steps: int | None) -> float:
+    """Return the tokens a step that the checkpoints above are good for, less a half."""
+    if method in ("EAGLE3", "DFLASH"):  # their first draft is right
+        return 1.8
+    return 1.9 if steps is None else steps + 0.5
+
+
+def cases() -> list[Case]:
+    """Return one case for each kind of command that differs on a CPU."""
+    found: dict[object, Case] = {}
+    for command in DOCUMENTED:
+        parsed = config_from_args(command.argv, {})
+        values = {f.name: getattr(parsed, f.name) for f in FLAGS if not f.name.startswith("cuda_graph")}
+        key = tuple(sorted((k, v) for k, v in values.items() if k not in IRRELEVANT))
+        steps, topk, nodes = (values[name] for name in NUMBERS)
+        if parsed.algorithm == "DFLASH":
+            steps, topk, nodes = 1, 1, nodes or 16
+        elif steps is not None:
+            nodes = min(nodes, candidate_count(steps, topk) + 1)
+        least = 1.0 if parsed.adaptive else accepted(parsed.algorithm, steps)
+        found.setdefault(key, Case(command, (steps, topk, nodes), least))
+    return list(found.values())
+
+
+IRRELEVANT = ("log_level", "host", "port", "trust_remote_code")
+CASES = cases()
 
 
 # ---- the server, as launched --------------------------------------------------------------------------------------
@@ -223,9 +281,9 @@ CASES = [
 class Launched:
     """A documented command running in a folder, with a free port."""
 
-    def __init__(self, number: int, folder: Path) -> None:
+    def __init__(self, command: Command, folder: Path) -> None:
         self.port = free_port()
-        environ, argv = DOCUMENTED[number]
+        environ, argv, _ = command
         env = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), **environ}
         self.process = launch(*argv, "--port", str(self.port), *APPENDED, env=env, cwd=folder)
 
@@ -258,8 +316,10 @@ class Launched:
 class InThread:
     """The same in a thread of the tests: the command is parsed as a server parses it, and nothing is imported anew."""
 
-    def __init__(self, number: int, folder: Path, patch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
-        environ, argv = DOCUMENTED[number]
+    def __init__(
+        self, command: Command, folder: Path, patch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+    ) -> None:
+        environ, argv, _ = command
         patch.chdir(folder)
         patch.setenv("HF_HUB_OFFLINE", "1")
         config = config_from_args([*argv, "--port", "0", *APPENDED], environ)
@@ -284,23 +344,28 @@ class InThread:
 @pytest.fixture(scope="module")
 def text(demo_folder: Path) -> Text:
     """The script in the default model's tokenizer."""
-    tokenizer = AutoTokenizer.from_pretrained(demo_folder)
-    generator = torch.Generator().manual_seed(0)
-    return Text(len(tokenizer), script(tokenizer), torch.randn(len(tokenizer), H, generator=generator))
+    return text_of(demo_folder)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.make.__name__)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the commands run in."""
+    MADE.clear()
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{CASES.index(case)}-{case.shape}")
 def test_a_documented_command_serves_the_documented_call(
-    case: Case, text: Text, demo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    case: Case, text: Text, demo_folder: Path, folder: Path, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture
 ) -> None:  # fmt: skip
-    torch.manual_seed(1)
-    case.make(tmp_path, text, demo_folder)
-    alone = case.make is eagle2  # in a process of its own, which takes seconds to begin
-    launched = Launched(case.number, tmp_path) if alone else InThread(case.number, tmp_path, monkeypatch, caplog)
+    assert len(CASES) == 20
+    make(folder, text, demo_folder, case.command)
+    alone = case == CASES[0]  # in a process of its own, which takes seconds to begin
+    launched = Launched(case.command, folder) if alone else InThread(case.command, folder, monkeypatch, caplog)
     try:
         launched.wait()
-        asked = DOCUMENTED[case.number][1]
+        asked = case.command.argv
         model = next(value for flag, value in zip(asked, asked[1:], strict=False) if flag.startswith("--model"))
         client = openai.Client(base_url=f"http://127.0.0.1:{launched.port}/v1", api_key="None", max_retries=0)
         response = client.chat.completions.create(
@@ -318,8 +383,89 @@ def test_a_documented_command_serves_the_documented_call(
     cycle = AutoTokenizer.from_pretrained(demo_folder).decode(text.ids * 8)
     assert len(answer) > 100 and answer.strip("\N{REPLACEMENT CHARACTER}") in cycle, answer
     shape = [state[f"speculative_{name}"] for name in ("num_steps", "eagle_topk", "num_draft_tokens")]
-    assert tuple(shape) == case.shape
-    assert state["avg_spec_accept_length"] > case.accepts
-    for flag in ("--cuda-graph-max-bs 8", "--trust-remote-code"):
-        if flag.split()[0] in asked:
-            assert f"{flag} " in log  # the line that says what is done instead
+    if case.command.argv[-1] == "adaptive_spec.json":  # the steps in use, which are the policy's
+        assert shape[0] in (0, 1, 3) and state["speculative_adaptive_config"] == "adaptive_spec.json"
+    assert tuple(shape[1:]) == case.shape[1:] and (shape[0] == case.shape[0] or "--speculative-adaptive" in asked)
+    assert state["avg_spec_accept_length"] >= case.accepts
+    for flag, value in zip(asked, asked[1:], strict=False):  # the line that says what is done instead
+        if flag.startswith("--cuda-graph"):
+            assert f"--cuda-graph-max-bs {value} changes nothing" in log
+        assert flag != "--trust-remote-code" or f"{flag} is without effect" in log
+
+
+def test_without_numbers_the_documented_ones_are_told_and_those_of_lookups_apart(
+    text: Text, demo_folder: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    numbers = set(map(flag_name, NUMBERS))
+    for number, documented in ((0, (5, 4, 8)), (4, (3, 1, 4)), (6, (3, 1, 4))):  # EAGLE on Llama, MiMo, STANDALONE
+        make(folder, text, demo_folder, command := DOCUMENTED[number])
+        pairs = zip(["", *command.argv], command.argv, strict=False)
+        bare = [word for before, word in pairs if not {before, word} & numbers]
+        llm = LLM(config=config_from_args([*bare, *APPENDED], {}))
+        stats, line = llm.scheduler.stats(), startup_line(llm.config, llm.scheduler)
+        assert tuple(stats[name] for name in NUMBERS) == documented
+        assert stats["speculative_lookup_num_draft_tokens"] == 12
+        steps, topk, nodes = documented
+        assert f"num_steps={steps}, eagle_topk={topk}, draft_tokens={nodes}, lookup_draft_tokens=12" in line
+
+
+# A cell of each kind that the older pages have, with the import changed: they name a port or get one.
+CELLS = {
+    "named port": """
+from minispec.serve.notebooks import execute_shell_command, wait_for_server, terminate_process
+
+server_process = execute_shell_command(
+    '''
+python3 -m sglang.launch_server --model meta-llama/Llama-2-7b-chat-hf --speculative-algo EAGLE \\
+    --speculative-draft lmzheng/sglang-EAGLE-llama2-chat-7B --speculative-num-steps 5 \\
+    --speculative-eagle-topk 8 --speculative-num-draft-tokens 64 --mem-fraction 0.7 --port=30020
+'''
+)
+wait_for_server("http://localhost:30020")
+""",
+    "free port": """
+from minispec.serve.notebooks import launch_server_cmd, print_highlight, wait_for_server, terminate_process
+
+server_process, port = launch_server_cmd(
+    '''
+python3 -m sglang.launch_server --model meta-llama/Llama-2-7b-chat-hf  --speculative-algorithm EAGLE \\
+    --speculative-draft-model-path lmsys/sglang-EAGLE-llama2-chat-7B --speculative-num-steps 3 \\
+    --speculative-eagle-topk 4 --speculative-num-draft-tokens 16 --cuda-graph-max-bs 8 --log-level warning
+'''
+)
+wait_for_server(f"http://localhost:{port}", process=server_process)
+""",
+}
+CALL = """
+import openai
+
+client = openai.Client(base_url=f"http://127.0.0.1:{port}/v1", api_key="None")
+response = client.chat.completions.create(
+    model="meta-llama/Llama-2-7b-chat-hf",
+    messages=[{"role": "user", "content": "List 3 countries and their capitals."}],
+    temperature=0,
+    max_tokens=64,
+)
+print_highlight(f"Response: {response}")
+terminate_process(server_process)
+"""
+
+
+@pytest.mark.parametrize(("cell", "command"), [("named port", -4), ("free port", 0)])
+def test_a_cell_of_the_older_pages_runs_with_one_import_changed(
+    cell: str, command: int, text: Text, demo_folder: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(folder, text, demo_folder, DOCUMENTED[command])
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    port = free_port()
+    shown: list[str] = []
+    names: dict[str, Any] = {"port": port, "print_highlight": print}
+    exec(CELLS[cell].replace("30020", str(port)), names)
+    names["print_highlight"] = lambda said: (shown.append(said), print_highlight(said))
+    exec(CALL, names)
+    assert shown[0].startswith("Response: ChatCompletion(") and "completion_tokens=64" in shown[0]
+    assert names["server_process"].returncode == 0

@@ -113,7 +113,7 @@ def start(folder: Path, **options: object) -> LLM:
     return LLM(folder, **OPTIONS, **options)
 
 
-@pytest.mark.parametrize("options", [{"mem_fraction_static": 0.5}, {}], ids=["a share of memory", "a quarter"])
+@pytest.mark.parametrize("options", [{"mem_fraction_static": 0.11}, {}], ids=["a share of memory", "a quarter"])
 def test_the_pool_keeps_to_the_group_and_nearby_memory_gives_the_same_pages(options, tmp_path, monkeypatch) -> None:
     pages = set()
     for used in (12, 13, 14):  # of 160 MiB, 2 of them files
@@ -121,11 +121,31 @@ def test_the_pool_keeps_to_the_group_and_nearby_memory_gives_the_same_pages(opti
         monkeypatch.setattr(memory_module, "host_memory", lambda root=root: host_memory(root))
         kv = start(tmp_path / "model", max_running_requests=40, page_size=64, **options).scheduler.kv
         free = (162 - used) * MIB
-        room = free - 80 * MIB if options else free // 4
+        room = int(0.11 * free) if options else free // 4
         taken = kv.pool.numel() * kv.pool.element_size() * (kv.pages - 1) // kv.pages  # page 0 holds nothing
         assert 15 * room < 16 * taken <= 16 * room
         pages.add(kv.pages)
     assert len(pages) == 1, "a start a moment later would compile everything anew"
+
+
+def test_a_documented_fraction_takes_no_memory_that_others_hold_and_a_tree_always_fits(tmp_path, monkeypatch) -> None:
+    drafting = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 16}
+
+    def rows(held: int, **options: object) -> int:
+        """Return the rows of the pool on a machine of 160 MiB where others hold so many."""
+        root = machine(tmp_path / f"{held}", TWO, memory(f"{160 * MIB}\n", held, 0, 0, "slice/job/"))
+        monkeypatch.setattr(memory_module, "host_memory", lambda: host_memory(root))
+        kv = start(tmp_path / "model", page_size=16, **{"max_running_requests": 4, **options}).scheduler.kv
+        return (kv.pages - 1) * kv.page_size
+
+    usual = rows(80)
+    assert rows(80, mem_fraction_static=0.5) == rows(80, mem_fraction_static=0.7) == rows(120, max_total_tokens=usual)
+    assert rows(80, mem_fraction_static=0.5, max_total_tokens=2 * usual) == 2 * usual
+    assert rows(80, mem_fraction_static=1e-6, **drafting) == 32  # 16 nodes and a root, in pages of 16
+    with pytest.raises(ValueError, match=r"would hold 0 tokens and needs 32; 8.0 KiB are missing") as short:
+        rows(160, mem_fraction_static=0.5, **drafting)
+    advice = "--speculative-num-draft-tokens 16, --max-running-requests 4, --dtype float32"
+    assert advice in str(short.value) and "--mem-fraction-static" not in str(short.value)
 
 
 def test_the_grid_of_pages_is_coarse_and_close_below() -> None:

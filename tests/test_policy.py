@@ -7,8 +7,10 @@ test_beam.py, under an adversary that leaves gaps of every length up to a full r
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,14 +20,16 @@ from test_beam import assert_slow_trees, record
 
 from minispec.beam import BeamDrafter
 from minispec.buffers import PrefillBuffers
+from minispec.config import Config
 from minispec.drafter import Committed, Drafter, HostDrafter
 from minispec.eagle import Eagle3Head
 from minispec.engine import Engine
 from minispec.late import KEPT_ROWS, Late
+from minispec.load.tree_shape import allows, beam_shape
 from minispec.lookup import Texts
 from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.policy import PROBES, Choice, Kind, Matches, Policy, Row, Times
-from minispec.request import Request
+from minispec.request import Request, SamplingParams
 from minispec.scheduler import Scheduler
 from minispec.seats import Seats
 from minispec.standalone import DraftModel, StandaloneDrafter
@@ -431,3 +435,33 @@ def test_a_request_may_opt_out(name: str) -> None:
     assert scheduler.stats()["tree_steps"] > 5 and other.verified.accepted.total() > 0
     assert dict(beside.verified.steps) == {None: 23} and not beside.verified.drafted[None]
     assert_exact(SUBJECTS["none"], [alone, beside, other])
+
+
+def test_a_file_bounds_the_rounds_by_batch_and_plain_steps_are_always_allowed(tmp_path: Path) -> None:
+    file = tmp_path / "adaptive.json"
+    options = dict(model_path="x", speculative_algorithm="EAGLE", speculative_num_steps=3, speculative_eagle_topk=1,
+                   speculative_adaptive=True, speculative_adaptive_config=str(file))  # fmt: skip
+
+    def allowed(said: object, batch: int) -> list[int]:
+        file.write_text(said if isinstance(said, str) else json.dumps(said))
+        config = Config(**options)
+        shape = beam_shape(config, "LlamaForCausalLM", on_cpu=True)
+        assert (shape["nodes"], shape["smaller"]) == (4, (1, 2))
+        policy = Policy({2: 1, 4: 3}, 1)
+        policy.allows = allows(config, {4: 3, 2: 1})
+        seen: list[Shape] = []
+        policy.forced = lambda shapes: (seen.extend(shapes), PLAIN)[1]
+        requests = [Request(str(i), [1], SamplingParams()) for i in range(batch)]
+        shapes = (PLAIN, Shape(2, True), Shape(4, True), Shape(4, False))
+        policy.before(Kind(batch, False, 8), shapes, requests, lambda: ())
+        assert seen[0] == PLAIN and seen[-1] == Shape(4, False), "looked-up trees have no rounds"
+        return [shape.nodes - 1 for shape in seen[1:-1]]
+
+    steps = {"1": [1, 3, 7], "4": [1], "6": [0]}
+    said = {"ema_alpha": 0.2, **{least: {"candidate_steps": few, "up_hysteresis": 0.0} for least, few in steps.items()}}
+    assert [allowed(said, batch) for batch in (1, 3, 4, 6)] == [[1, 3], [1, 3], [1], []]
+    for wrong, why in (("[", "Expecting"), ({}, "names no batch"), ([], "must be a JSON object"),
+                       ({"1": {}}, "candidate_steps of 1"), ({"1": {"candidate_steps": [-1]}}, "candidate_steps of 1"),
+                       ({"alpha": 1}, "unknown key 'alpha'"), ({"ema_alpha": "x"}, "ema_alpha must be a number")):
+        with pytest.raises(ValueError, match=f"^--speculative-adaptive-config .*{why}"):
+            allowed(wrong, 1)

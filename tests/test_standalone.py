@@ -506,14 +506,14 @@ def test_the_pool_counts_the_draft_s_pages(tmp_path) -> None:
     assert drafter.kv_shape == (6, 2, 8) and drafter.kv.pool.shape[0] == 12 and engine.kv.pool.shape[0] == 4
 
     def pages(drafter: Drafter) -> int:
-        config = replace(llm.config, mem_fraction_static=0.5, max_total_tokens=None)
+        config = replace(llm.config, max_total_tokens=None)
         sizes = Sizes.resolve(drafter, context_length=10**6, max_running=4, chunk_size=64)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("minispec.load.memory.host_memory", lambda: (2**20, 2**20))
             return Budget(config, CPU, sizes, engine.model, drafter).pages() - 1
 
     # 64 rows of 2 layers, keys and values, 2 heads of 8 floats: 16 KiB a page, and 48 KiB more for 6 layers.
-    assert pages(Plain()) == 2**19 // 2**14 and pages(drafter) == 2**19 // 2**16
+    assert pages(Plain()) == 2**18 // 2**14 and pages(drafter) == 2**18 // 2**16
 
 
 def test_tokenizers_are_compared_by_what_ids_mean() -> None:

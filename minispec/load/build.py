@@ -426,8 +426,10 @@ def choose_device(config: Config) -> torch.device:
             raise ValueError(f"{flag} int8 is for a CPU, and the device is {name}; --device cpu takes it, fp8 is for "
                              "CUDA, and without the flag weights are not quantized")  # fmt: skip
         if kind == "fp8" and name != "cuda":
-            raise ValueError(f"{flag} fp8 is for CUDA, and the device is {name}, where it would be slow; int8 is for a "
-                             "CPU, and without the flag weights are not quantized")  # fmt: skip
+            whole = flag == "--quantization"
+            other = "int8 is for a CPU, and " if whole else "a drafter on a CPU keeps its weights, so "
+            raise ValueError(f"{flag} fp8 is for CUDA, and the device is {name}, where it would be slow; {other}"
+                             "without the flag weights are not quantized")  # fmt: skip
     return torch.device(name)
 
 

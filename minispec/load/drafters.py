@@ -29,7 +29,7 @@ from minispec.load.gguf_models import as_folder
 from minispec.load.heads import load_head, naming
 from minispec.load.token_map import read_token_map
 from minispec.load.tokenizer import Tokenizer
-from minispec.load.tree_shape import beam_shape, block_shape, lookup_nodes, smaller_nodes
+from minispec.load.tree_shape import beam_shape, block_shape, lookup_nodes, smaller_nodes, tree_shape
 from minispec.load.weights import read_tensors, resolve_file, resolve_model
 from minispec.lookup import Lookups, Texts
 from minispec.model import Model
@@ -80,7 +80,9 @@ def make_drafter(config: Config, model: Model, folder: Path, tokenizer: Tokenize
     drafter = make(config, model, folder, tokenizer)
     on_cpu, vocab_size = _on_cpu(config, model), model.config.vocab_size
     if isinstance(drafter, Drafter) and config.looks_up(on_cpu):
-        drafter = Lookups(drafter, _ngram(config, lookup_nodes(config, drafter.nodes)), vocab_size)
+        own, shape = drafter.nodes, tree_shape(config, model.config.architecture, on_cpu)
+        drafter = Lookups(drafter, _ngram(config, lookup_nodes(config, own)), vocab_size)
+        drafter.own_nodes = own if config.algorithm == "DFLASH" else shape[2]
     _check_size(config, drafter, model)
     return as_drafter(drafter, vocab_size, smaller_nodes(config, drafter.nodes, on_cpu))
 
@@ -187,17 +189,9 @@ def _standalone(config: Config, model: Model, folder: Path, tokenizer: Tokenizer
 
 def _ngram(config: Config, nodes: int) -> NgramDrafter:
     """Build the drafter over texts, with trees of at most `nodes` nodes."""
+    shortest, longest, branch, capacity, least, most = config.ngram.values()
     return NgramDrafter(
-        NgramOptions(
-            min_match=config.speculative_ngram_min_match_window_size,
-            max_match=config.speculative_ngram_max_match_window_size,
-            min_breadth=config.speculative_ngram_min_bfs_breadth,
-            max_breadth=config.speculative_ngram_max_bfs_breadth,
-            match_type=config.speculative_ngram_match_type,
-            branch_length=config.speculative_ngram_branch_length,
-            capacity=config.speculative_ngram_capacity,
-            nodes=nodes,
-        )
+        NgramOptions(shortest, longest, least, most, config.speculative_ngram_match_type, branch, capacity, nodes)
     )
 
 

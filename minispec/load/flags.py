@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NoReturn
 
 from minispec.config import FLAGS, Config, flag_name
-from minispec.load.sglang_flags import INSTEAD, SPEC_V2, VARIABLES, foreign_flags
+from minispec.load.sglang_flags import ARGUMENTS, GREEDY, INSTEAD, READ, RECORD, SPEC_V2, VARIABLES, foreign_flags
 
 _TYPES = {"str": str, "int": int, "float": float, "Ints": int}  # of a field -> of a word on the command line
 _ALIASES = {  # other spellings, SGLang's own and those of its documents' history
@@ -25,10 +29,12 @@ _ALIASES = {  # other spellings, SGLang's own and those of its documents' histor
     "tp_size": ("--tp", "--tensor-parallel-size"),
     "dp_size": ("--dp", "--data-parallel-size"),
     "mem_fraction_static": ("--mem-fraction", "--mem-frac"),
-    "cuda_graph_max_bs": ("--cuda-graph-max",),
+    "cuda_graph_max_bs": ("--cuda-graph-max", "--cuda-graph-max-bs-decode"),
+    "cuda_graph_bs": ("--cuda-graph-bs-decode",),
+    "disable_cuda_graph": ("--disable-decode-cuda-graph",),
     "speculative_algorithm": ("--speculative-algo",),
     "speculative_draft_model_path": ("--speculative-draft-model", "--speculative-draft"),
-    "speculative_ngram_branch_length": ("--speculative-ngram-max-trie-depth",),  # its name since SGLang 0.5.23
+    "speculative_ngram_branch_length": ("--speculative-ngram-max-trie-depth",),  # its newer name
     "speculative_draft_window_size": ("--speculative-dflash-draft-window-size",),
 }
 
@@ -36,24 +42,44 @@ _ALIASES = {  # other spellings, SGLang's own and those of its documents' histor
 def config_from_args(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> Config:
     """Parse a command line (default: the process's own); a bad one prints one line and exits with status 2.
 
-    environ: looked through for SGLang's variables, to note that they are not read.
+    The line says what is missing before it complains of a flag: a model family first, then a method of drafting.
+    environ: looked through for SGLang's variables; two act, and the others are noted.
     """
     parser = _parser()
     given, unknown = parser.parse_known_args(None if argv is None else list(argv))
+    values = vars(given)
+    notes, wrong = values.pop("notes", []), values.pop("refused", [])
     if unknown:
         known = [name for action in parser._actions for name in action.option_strings]
         close = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1, cutoff=0.8)
         hint = f"; did you mean {close[0]}?" if close else "; --help lists the flags"
-        parser.error(f"unknown argument {unknown[0]}{hint}")
-    values = vars(given)
-    notes = values.pop("notes", [])
+        wrong = [*wrong, f"unknown argument {unknown[0]}{hint}"]
     if values.get("trust_remote_code"):
         notes = [*notes, "--trust-remote-code is without effect: code of a model repository never runs here"]
-    notes += _variables(environ, values.get("speculative_eagle_topk"))
+    asked, said = _variables(environ, values.get("speculative_eagle_topk"))
+    notes, values = [*notes, *said], values | asked
     try:
-        return Config(**values, notes=tuple(notes))
+        config = Config(**values, notes=tuple(notes))
     except ValueError as error:
-        parser.error(str(error))
+        wrong = [str(error), *wrong]
+    if wrong:
+        parser.error(_unserved(values.get("model_path")) or wrong[0])
+    return config
+
+
+def _unserved(path: str | None) -> str:
+    """Return the sentence on a model that is not served, by its config.json or else by its name; empty for others."""
+    if path is None:
+        return ""
+    from minispec.model_config import NAMES, what_it_needs  # here, since it imports torch
+
+    try:
+        said = json.loads((Path(path) / "config.json").read_text("utf-8"))
+        needs = what_it_needs(said.get("architectures") or [])
+    except (OSError, ValueError, AttributeError):  # it is on the hub, say, which is asked when the flags are right
+        bare = re.sub(r"[^a-z0-9]", "", path.rpartition("/")[2].lower())
+        needs = next((need for name, need in NAMES.items() if name in bare), "")
+    return f"{path} is not served: it needs {needs} (docs/models.md)" if needs else ""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -72,39 +98,42 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Foreign(argparse.Action):
-    """A flag of SGLang's with no meaning here: a note, or an error where it asks for what is refused."""
+    """A flag of SGLang's with no meaning here: a note, or a line in `refused` where it asks for what is refused."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         accepted, reason = self.const
         given = " ".join([option_string or "", *values])
         if accepted is not None and " ".join(values) not in accepted:
             also = "".join(f"; {v} is accepted" for v in sorted(accepted) if v)
-            parser.error(f"{given}: {reason}{also}")
+            namespace.refused = [*getattr(namespace, "refused", []), f"{given}: {reason}{also}"]
+            return
         namespace.notes = [*getattr(namespace, "notes", []), f"{given} changes nothing: {reason}"]
 
 
-def _variables(environ: Mapping[str, str], topk: int | None) -> list[str]:
-    """Return the notes on SGLang's environment variables that are set."""
+def _variables(environ: Mapping[str, str], topk: int | None) -> tuple[dict[str, bool], list[str]]:
+    """Return the fields that SGLang's environment variables set, and the notes on the others that are set."""
     names = sorted(name for name in environ if name.startswith("SGLANG_"))
+    on = [name for name in names if environ[name].lower() in ("1", "true", "yes", "y")]
     notes = []
-    if environ.get(SPEC_V2, "").lower() in ("1", "true", "yes", "y"):
-        names.remove(SPEC_V2)
+    if SPEC_V2 in on:
         trees = f"; with --speculative-eagle-topk {topk} trees are served all the same" if (topk or 1) > 1 else ""
         notes.append(f"{SPEC_V2} changes nothing: on CUDA steps overlap without it, unless --disable-overlap-schedule "
                      f"is given{trees}")
-    if names:
-        notes.append(f"these environment variables of SGLang's are not read here: {', '.join(names)}")
-    return notes
+    if others := [name for name in names if name not in on or name not in (SPEC_V2, GREEDY, RECORD)]:
+        notes.append(f"these environment variables of SGLang's are not read here: {', '.join(others)}")
+    return {"force_greedy": GREEDY in on, "record_step_time": RECORD in on}, notes
 
 
+@cache
 def _parser() -> _Parser:
     """Build the command-line parser from the fields of `Config` and the table of foreign flags."""
-    names_width = min(44, shutil.get_terminal_size().columns // 3)
     parser = _Parser(
         prog="python -m minispec.server", allow_abbrev=False, argument_default=argparse.SUPPRESS,
         description="Serve a language model over HTTP, OpenAI's and SGLang's endpoints, with speculative decoding.",
         epilog="Underscores may stand for dashes. docs/flags.md says what SGLang's other flags do here.",
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=names_width),
+        formatter_class=lambda prog: argparse.HelpFormatter(
+            prog, max_help_position=min(44, shutil.get_terminal_size().columns // 3)
+        ),
     )  # fmt: skip
     for title, flags in groupby(FLAGS, lambda f: f.metadata["group"]):
         group = parser.add_argument_group(title)
@@ -128,17 +157,20 @@ def _parser() -> _Parser:
 
 def flags_page() -> str:
     """Return the text of docs/flags.md: what each flag and environment variable of SGLang's does here."""
-    foreign = sorted(foreign_flags().items())
-    lines = [(f"`{flag}`", reason) for flag, (accepted, reason) in foreign if accepted is None]
-    refused = [
-        (f"`{flag}`", reason, ", ".join(f"`{value}`" if value else "the bare switch" for value in sorted(accepted)))
-        for flag, (accepted, reason) in foreign if accepted is not None
-    ]  # fmt: skip
+    foreign: dict[str, list[tuple[str, frozenset[str] | None]]] = {}  # by reason
+    for flag, (accepted, reason) in foreign_flags().items():
+        foreign.setdefault(reason, []).append((flag, accepted))
+    lines, refused = [], []
+    for reason, flags in foreign.items():
+        names = ", ".join(f"`{flag}`" for flag, _ in flags)
+        values = ", ".join(f"`{flag} {value}`" for flag, accepted in flags for value in sorted(accepted or ()))
+        lines.append((names, reason)) if flags[0][1] is None else refused.append((names, reason, values))
     acting = []
     for f in FLAGS:
         off = (flag_name(f"no_{f.name}"),) if f.type == "bool | None" else ()
         names = ", ".join(f"`{name}`" for name in (flag_name(f.name), *off, *_ALIASES.get(f.name, ())))
-        acting.append((names, "" if f.default is None else f"`{f.default}`", f.metadata["help"]))
+        what, _, unset = f.metadata["help"].partition("; default: ")
+        acting.append((names, unset if f.default is None else f"`{f.default}`", what))
     instead = [
         (f"`{flag_name(name)} {value}`", f"`{taken}`", why)
         for name, values in INSTEAD.items() for value, (taken, why) in values.items()
@@ -147,8 +179,13 @@ def flags_page() -> str:
         "# Launch flags",
         "Written by `python -m minispec.load.flags` from the tables that the command line is parsed with; do not "
         "edit.\n"
-        "A flag acts, or one line at start says what is done instead; the server refuses to start only for a flag that "
-        "would change what clients get, or would open or close a door. Underscores may stand for dashes.",
+        "A flag acts, or one line at start says what is done instead. A flag is refused if it would change what "
+        "clients get, or would open or close a door; so are a value that cannot be, a model that is not served, and a "
+        "flag that nobody knows. Underscores may stand for dashes.\n\n"
+        f"The page follows SGLang's documentation on speculative decoding as read in {READ}, five older versions of "
+        f"it, and the server arguments of {ARGUMENTS}. All launch commands of that documentation start "
+        "(`python -m benchmarks.launch_commands`), but for those that need DeepSeek-V4, DSPARK or deterministic "
+        "inference.",
         "## Flags that act", markdown_table(("flag", "default", "what it does"), acting),
         "## Values taken as another one, with a line at start",
         markdown_table(("given", "taken as", "why"), instead),
@@ -158,11 +195,18 @@ def flags_page() -> str:
         "trie of all texts. The two match window sizes bound both, except that the dictionary knows no suffix of one "
         "token; what begins with \"trie:\" is of the trie alone. NGRAM on CUDA reads the trie alone, and so it does "
         "on a CPU with `--no-speculative-adaptive` or a number of draft tokens.",
+        "The file of `--speculative-adaptive-config` has SGLang's form: `{\"1\": {\"candidate_steps\": [1, 3]}, \"8\": "
+        "{\"candidate_steps\": [1]}}`. A key is the least batch of a range, and its list bounds the rounds that a step "
+        "may draft there; plain steps are always allowed. Trees have two sizes: `--speculative-num-steps`, and the "
+        "smallest number of the file below it. `ema_alpha`, `warmup_batches`, `update_interval`, `up_hysteresis`, "
+        "`down_hysteresis` and `ceiling_coeff` are accepted and have no effect: here a smoothed accept length does not "
+        "choose, but the expected tokens over the measured times of steps (docs/architecture.md, Steps).",
         "## Flags with a line at start, whatever their value",
-        markdown_table(("flag", "what is done instead"), lines),
+        markdown_table(("flags", "what is done instead"), lines),
         "## Flags that are refused",
-        markdown_table(("flag", "why", "accepted"), refused),
-        "## SGLang's environment variables", "They are not read, and those that are set are named in a line at start.",
+        markdown_table(("flags", "why", "accepted"), refused),
+        "## SGLang's environment variables",
+        f"`{GREEDY}` and `{RECORD}` act. The others are not read, and those that are set are named in a line at start.",
         markdown_table(("variable", "what holds here"), [(f"`{name}`", text) for name, text in VARIABLES.items()]),
     ]) + "\n"  # fmt: skip
 

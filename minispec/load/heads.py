@@ -277,7 +277,9 @@ def _check_single(tensors: Tensors, layer_name: str) -> None:
     kind = layer_name.partition(".")[0]
     layers = {name.split(".")[1] for name in tensors if name.startswith(f"{kind}.") and kind != "midlayer"}
     if len(layers) > 1:
-        raise ModelError(f"the tensors have {len(layers)} layers, {kind}.{' and '.join(sorted(layers))}; supported: 1")
+        raise ModelError(f"the tensors have {len(layers)} layers, {kind}.{' and '.join(sorted(layers))}, and such "
+                         "a head needs keys and values for each of its layers, and another layer for each round; "
+                         "supported: 1")  # fmt: skip
 
 
 def check_fit(hidden_size: int, vocab_size: int, target: ModelConfig) -> None:

@@ -3,9 +3,11 @@
 The one idea: the estimate is made by the constructors that make the engine, on PyTorch's meta device, whose tensors
 have sizes and no memory. So nothing here knows what a layer, a page table or a sampling table is made of.
 
-The static share of a device (--mem-fraction-static) holds the weights of target and draft and the KV pools of both.
-The rest is for what a step needs besides: activations, CUDA graphs, sampling tables. SGLang keeps the draft's weights
-and pool in that rest, which is why its default subtracts 2 GiB for a head and 6 GiB for a draft model.
+The static share of a GPU (--mem-fraction-static) holds the weights of target and draft and the KV pools of both. The
+rest is for what a step needs besides: activations, CUDA graphs, sampling tables. SGLang keeps the draft's weights and
+pool in that rest, which is why its default subtracts 2 GiB for a head and 6 GiB for a draft model. A CPU's memory has
+other users, and a share of all of it says nothing of what is there. So on a CPU the weights come first, and the flag
+bounds the pool by a share of what is free then.
 
 Read next: `machine.py` for a CPU's memory, `build.py` for the caller.
 """
@@ -26,7 +28,7 @@ from torch import Tensor, nn
 
 from minispec.attention import QUERY_BLOCK
 from minispec.buffers import Sizes
-from minispec.config import Config
+from minispec.config import NUMBERS, Config, flag_name
 from minispec.cpu import huge_pages
 from minispec.cpu.onednn import Reordered
 from minispec.drafter import Drafter
@@ -72,6 +74,8 @@ def _shown(count: int | None) -> str:
     """Return a number of bytes in the unit that suits it."""
     if count is None:
         return "not known"
+    if 0 < count < MIB / 10:
+        return f"{count / 1024:.1f} KiB"
     return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / MIB:.1f} MiB"
 
 
@@ -219,16 +223,18 @@ class Budget:
     def pages(self) -> int:
         """Return the pages of the KV pool, the trash page included; raises ValueError when not one tree fits.
 
-        To be called when the weights are loaded. On a CPU: running requests times min(context, 4096) rows, at most a
-        quarter of free memory. With --mem-fraction-static (on CUDA always): what is left of that share of memory
-        beside the weights of target and draft. What follows from free memory is `coarse`. On CUDA the pool holds a
-        multiple of 128 rows: in another one the kernel for prompts would check at every key whether the pool ends.
+        To be called when the weights are loaded. On a CPU: running requests times min(context, 4096) rows, or
+        --max-total-tokens; without it at most a quarter of what is free then, and at most --mem-fraction-static of it,
+        but never less than one tree needs. On CUDA: what is left of --mem-fraction-static of all memory beside the
+        weights of target and draft. What follows from free memory is `coarse`. On CUDA the pool holds a multiple of 128
+        rows: in another one the kernel for prompts would check at every key whether the pool ends.
         """
-        pages = self._fitting(free_bytes(self.device)[0])
-        size = self.config.page_size
-        needed = -(-(self.sizes.tree_rows + 1) // size)
+        free = free_bytes(self.device)[0]
+        pages, size, needed = self._fitting(free), self.config.page_size, self._needed
         if pages < needed:
+            missing = _shown(max(needed * self._page_bytes - max(free, 0), 0))
             short = f"the KV pool would hold {max(pages, 0) * size} tokens and needs {needed * size}"
+            short += "" if self.device.type == "cuda" else f"; {missing} are missing"
             raise ValueError(self.message("sizing the KV pool", short, pool_is_short=True))
         wanted = self.config.max_total_tokens
         if wanted is not None and pages * size < wanted:
@@ -236,19 +242,33 @@ class Budget:
         whole = QUERY_BLOCK // math.gcd(QUERY_BLOCK, size) if self.device.type == "cuda" else 1
         return -(-(pages + 1) // whole) * whole
 
-    def _fitting(self, free: int) -> int:
-        """Return how many pages are made where `free` bytes are, the trash page not included."""
-        config, sizes, size = self.config, self.sizes, self.config.page_size
+    @property
+    def _page_bytes(self) -> int:
+        """The bytes of a page, which holds rows of target and draft."""
         shape, dtype = self.network.config, self.network.norm.weight.dtype
         kinds = (KVShape(shape.layers, shape.kv_heads, shape.head_dim), self.drafter.kv_shape)
-        page_bytes = sum(kind.bytes(size, dtype) for kind in kinds)  # a page holds rows of both
-        wanted = None if config.max_total_tokens is None else -(-config.max_total_tokens // size)
-        if self.fraction is None:
-            rows = sizes.max_running * (min(sizes.context_length, 4096) + sizes.tree_rows)
-            pages = min(-(-rows // size), coarse(max(free, 0) // 4 // page_bytes)) if wanted is None else wanted
-        else:
+        return sum(kind.bytes(self.config.page_size, dtype) for kind in kinds)
+
+    @property
+    def _needed(self) -> int:
+        """The pages that one request with one tree needs."""
+        return -(-(self.sizes.tree_rows + 1) // self.config.page_size)
+
+    def _fitting(self, free: int) -> int:
+        """Return how many pages are made where `free` bytes are, the trash page not included."""
+        config, sizes, size, page_bytes = self.config, self.sizes, self.config.page_size, self._page_bytes
+        wanted, free = None if config.max_total_tokens is None else -(-config.max_total_tokens // size), max(free, 0)
+        if self.device.type == "cuda":
+            assert self.fraction is not None
             pages = coarse(max(int(free - self.total * (1 - self.fraction)), 0) // page_bytes)
             pages = pages if wanted is None else min(pages, wanted)
+        else:
+            rows = sizes.max_running * (min(sizes.context_length, 4096) + sizes.tree_rows)
+            pages = min(-(-rows // size), coarse(free // 4 // page_bytes)) if wanted is None else wanted
+            if self.fraction is not None:  # of what is free, since others' memory is no part of this server's share
+                pages = min(pages, coarse(int(free * self.fraction) // page_bytes))
+            if wanted is None or self.fraction is not None:
+                pages = max(pages, min(self._needed, free // page_bytes))
         most = sizes.max_running * -(-(sizes.context_length + sizes.tree_rows) // size)  # more could never be used
         return min(pages, most) if wanted is None else pages
 
@@ -267,35 +287,39 @@ class Budget:
         raise RuntimeError(self.message(stage, said or "no memory")) from None
 
     def message(self, stage: str, said: str = "", pool_is_short: bool = False) -> str:
-        """Return the one message: when it happened, the numbers, and the flags to lower, the most useful ones first."""
+        """Return the one message: when it happened, the numbers, and the flags to lower, typed ones first."""
         free, total = free_bytes(self.device)
-        flags = ", ".join(f"{flag} {value}" for flag, value in self._flags(pool_is_short))
+        advice = sorted(self._flags(pool_is_short), key=lambda one: not one[2])
+        flags = ", ".join(f"{flag} {value}" for flag, value, _ in advice)
         return (f"not enough memory on {self.device.type}, {stage}{f' ({said})' if said else ''}: estimated are "
                 f"{self.estimate}; {_shown(free)} of {_shown(total)} are free; lower, in this order: "
                 f"{flags or 'none'}")  # fmt: skip
 
-    def _flags(self, pool_is_short: bool) -> Iterator[tuple[str, object]]:
-        """Yield the flags that can help with their values, in the order of SGLang's documentation."""
-        config, sizes = self.config, self.sizes
-        shape = (("num-draft-tokens", sizes.nodes, 2), ("eagle-topk", sizes.topk, 1), ("num-steps", sizes.steps, 1))
-        yield from ((f"--speculative-{name}", now) for name, now, least in shape if now is not None and now > least)
-        raised = " (raise this one)" if pool_is_short else ""
-        if self.fraction is not None:
-            yield "--mem-fraction-static", f"{self.fraction:g}{raised}"
+    def _flags(self, pool_is_short: bool) -> Iterator[tuple[str, object, bool]]:
+        """Yield the flags that can help, in the order of SGLang's documentation: name, value, whether it was given."""
+        config, sizes, cuda = self.config, self.sizes, self.device.type == "cuda"
+        raised, given = " (raise this one)" if pool_is_short else "", config.mem_fraction_static is not None
+        if self.fraction is not None and (cuda or not pool_is_short):
+            yield "--mem-fraction-static", f"{self.fraction:g}{raised}", given
         if config.max_total_tokens is not None:
-            yield "--max-total-tokens", f"{config.max_total_tokens}{raised}"
+            yield "--max-total-tokens", f"{config.max_total_tokens}{raised if cuda else ''}", True
         if self.largest_graph > 1:
-            yield "--cuda-graph-max-bs", self.largest_graph
+            yield "--cuda-graph-max-bs", self.largest_graph, config.cuda_graph_max_bs is not None
+        shape = ((sizes.nodes, 2), (sizes.topk, 1), (sizes.steps, 1))
+        for name, (now, least) in zip(reversed(NUMBERS), shape, strict=True):
+            if now is not None and now > least:
+                yield flag_name(name), now, getattr(config, name) is not None
         if sizes.max_running > 1:
-            yield "--max-running-requests", sizes.max_running
+            yield "--max-running-requests", sizes.max_running, config.max_running_requests is not None
         if config.quantization is None:
-            yield "--quantization", f"none ({'fp8' if self.device.type == 'cuda' else 'int8'} halves the weights)"
+            yield "--quantization", f"none ({'fp8' if cuda else 'int8'} halves the weights)", False
         dtype = self.network.norm.weight.dtype
         if dtype.itemsize > 2:
-            yield "--dtype", f"{str(dtype).removeprefix('torch.')} (bfloat16 is half of it)"
+            name = str(dtype).removeprefix("torch.")
+            yield "--dtype", f"{name} (bfloat16 is half of it)", config.dtype != "auto"
         head = self.drafter.network
         if head is not None and getattr(head, "lm_head", head) is None:  # it drafts with the target's LM head
-            yield "--speculative-token-map", "none (a map makes draft logits narrow)"
+            yield "--speculative-token-map", "none (a map makes draft logits narrow)", False
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -8,19 +8,25 @@ Read next: `drafters.py`, which builds drafters with these shapes.
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from minispec.beam import candidate_count
-from minispec.config import BLOCK, LEARNED, NUMBERS, Config
+from minispec.config import BLOCK, BUSHY, CHAIN, CPU_SHAPE, LEARNED, NUMBERS, Config
 from minispec.dflash import most_nodes
 
 logger = logging.getLogger("minispec")
 
-CPU_SHAPE = (3, 4, 8)  # steps/topk/nodes: fast for heads on two CPU cores, greedy and sampled (docs/log.md)
 HOST_NODES = 4  # of the smaller trees of the host on a CPU
 LOOKUP_NODES = 8  # of the larger trees where texts are looked up too: what a lookup finds may hold for long
-SMALLER = {(5, 4, 8): (2, 5), (3, 1, 4): (1, 2), (3, 4, 8): (1, 2)}  # of trees: the smaller ones beside
+# Keys of --speculative-adaptive-config that tune SGLang's choice: for all batches, and for each.
+OVER_ALL = ("ema_alpha", "warmup_batches", "update_interval")
+TUNING = ("up_hysteresis", "down_hysteresis", "ceiling_coeff", *OVER_ALL)
+# steps/topk/nodes -> steps and nodes of the smaller tree beside it
+SMALLER = {BUSHY: (2, 5), CHAIN: (1, 2), CPU_SHAPE: (1, 2)}
 
 
 def tree_shape(config: Config, architecture: str, on_cpu: bool = False) -> tuple[int, int, int]:
@@ -35,7 +41,7 @@ def tree_shape(config: Config, architecture: str, on_cpu: bool = False) -> tuple
         if on_cpu and ships and config.algorithm in LEARNED:
             return CPU_SHAPE
         bushy = config.algorithm in LEARNED and architecture == "LlamaForCausalLM"
-        return (5, 4, 8) if bushy else (3, 1, 4)
+        return BUSHY if bushy else CHAIN
     most = candidate_count(steps, topk) + 1
     return steps, topk, most if nodes is None or topk == 1 else min(nodes, most)
 
@@ -54,6 +60,12 @@ def beam_shape(config: Config, architecture: str, on_cpu: bool) -> dict[str, Any
                        why)  # fmt: skip
     # On CUDA rounds and nodes cost little, and a second size would add a third to the graphs of the first start.
     smaller = SMALLER.get((steps, topk, nodes)) if config.several_sizes and on_cpu else None
+    listed = {rounds for allowed in candidate_steps(config).values() for rounds in allowed}
+    if fewer := [rounds for rounds in sorted(listed) if 0 < rounds < steps]:
+        smaller = fewer[0], min(nodes - 1, candidate_count(fewer[0], topk) + 1)
+    if others := sorted(listed - {0, steps, *fewer[:1]}):
+        logger.info("--speculative-adaptive-config: candidate_steps %s are not tried, since trees have two sizes",
+                    ", ".join(map(str, others)))  # fmt: skip
     wider = min(lookup_nodes(config, nodes), candidate_count(steps, topk) + 1) if config.looks_up(on_cpu) else nodes
     return {"steps": steps, "topk": topk, "nodes": wider, "smaller": (steps, nodes) if wider > nodes else smaller}
 
@@ -70,6 +82,62 @@ def block_shape(config: Config, trained: int, on_cpu: bool) -> dict[str, Any]:
                        trained, block)  # fmt: skip
     nodes = most_nodes(block - 1, topk, nodes or block)
     return {"block": block, "topk": topk, "nodes": nodes, "smaller": smaller_nodes(config, nodes, on_cpu)}
+
+
+def candidate_steps(config: Config) -> dict[int, frozenset[int]]:
+    """Return what --speculative-adaptive-config says: by least batch the rounds that a step may draft; {} without it.
+
+    The other keys of SGLang's file, which say how its own choice is made, are checked and have no effect. Raises
+    ValueError naming the flag for a file that is no such file.
+    """
+    if (path := config.speculative_adaptive_config) is None:
+        return {}
+    flag, found = f"--speculative-adaptive-config {path}", {}
+    try:
+        said = json.loads(Path(path).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{flag}: {error}") from None
+    if not isinstance(said, dict):
+        raise ValueError(f"{flag}: must be a JSON object, got {type(said).__name__}")
+    for key, entry in said.items():
+        if not key.isdecimal():
+            _check_tuning(flag, {key: entry}, OVER_ALL)
+            continue
+        if not isinstance(entry, dict):
+            raise ValueError(f"{flag}: {key} must be an object with candidate_steps, got {entry!r}")
+        steps = entry.get("candidate_steps")
+        if not isinstance(steps, list) or not steps or not all(type(one) is int and one >= 0 for one in steps):
+            raise ValueError(f"{flag}: candidate_steps of {key} must be a list of whole numbers, got {steps!r}")
+        _check_tuning(flag, {name: value for name, value in entry.items() if name != "candidate_steps"}, TUNING)
+        found[int(key)] = frozenset(steps)
+    if not found:
+        raise ValueError(f'{flag}: names no batch; as {{"1": {{"candidate_steps": [1, 3]}}}} does')
+    return found
+
+
+def _check_tuning(flag: str, given: dict[str, Any], known: tuple[str, ...]) -> None:
+    """Raise ValueError unless all keys are known and have numbers."""
+    for name, value in given.items():
+        if name not in known:
+            raise ValueError(f"{flag}: unknown key {name!r}; known are whole numbers, {', '.join(TUNING)}")
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ValueError(f"{flag}: {name} must be a number, got {value!r}")
+
+
+def allows(config: Config, steps_of: Mapping[int, int | None]) -> Callable[[int, int], bool] | None:
+    """Return whether a batch of so many requests may have trees of so many nodes; None where all may.
+
+    steps_of: the rounds of the drafter's trees by their nodes. A batch below the least one of the file has its entry.
+    """
+    bounds = sorted(candidate_steps(config).items())
+    if not bounds:
+        return None
+
+    def allowed(batch: int, nodes: int) -> bool:
+        listed = [steps for least, steps in bounds if least <= batch] or [bounds[0][1]]
+        return steps_of.get(nodes) in listed[-1]
+
+    return allowed
 
 
 def lookup_nodes(config: Config, nodes: int) -> int:

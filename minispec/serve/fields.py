@@ -258,6 +258,7 @@ class Sampling(Fields):
     ignore_eos: Flag = does("EOS ends nothing")
     no_stop_trim: Flag = does("leave what matched a stop in the text")
     skip_special_tokens: Flag = does("leave special tokens out of the text (the default)")
+    ngram_corpus_id: str | None = does("the external corpus that lookups draft from, in place of all")
     speculative: Flag = does("false: verify no drafts for this request, which in float32 changes its speed alone")
 
 
@@ -658,6 +659,20 @@ class Abort(Fields):
 
     rid: Filled | None = does("what the ids of prompts to end begin with")
     abort_all: Flag = does("end all")
+
+
+class AddCorpus(Fields):
+    """The body of POST /add_external_corpus: documents or file_path."""
+
+    corpus_id: Filled | None = does("the corpus's name, by which requests may choose it; one is made if none is given")
+    documents: Each[str] | None = does("the texts")
+    file_path: Filled | None = does("a file of JSON lines below --speculative-ngram-corpus-folder")
+
+
+class RemoveCorpus(Fields):
+    """The body of POST /remove_external_corpus."""
+
+    corpus_id: Filled = Field(description="the corpus to remove")
 
 
 class ServerArgs(Closed):

@@ -57,7 +57,13 @@ def front_of(llm: LLM, config: Config) -> Front:
     facts = Facts(scheduler.limits, scheduler.sizes.max_running, scheduler.sizes.nodes, scheduler.kv.page_size,
                   scheduler.kv.pages, llm.config.algorithm,
                   numbers=f"{weight.dtype} {weight.device.type} {llm.model_config}")  # fmt: skip
-    return Front(llm.folder, llm.tokenizer, facts, engine.asked.prepare, _read_defaults(config, llm.folder))
+
+    def prepare(request: Request) -> None:
+        """Do what `Engine.asked` and the corpora need before a request is queued."""
+        llm.corpora.check(request.params)
+        engine.asked.prepare(request)
+
+    return Front(llm.folder, llm.tokenizer, facts, prepare, _read_defaults(config, llm.folder))
 
 
 def front_for(facts: Facts, config: Config) -> Front:

@@ -53,8 +53,17 @@ def _reconfigure(llm: LLM, thresholds: tuple[float, float] | None, adaptive: boo
     llm.scheduler.reconfigure(thresholds, config.adapts_from(llm.scheduler.engine.device.type == "cuda"))
 
 
+def _stats(llm: LLM) -> dict[str, Any]:
+    """Return an engine's numbers; with --speculative-adaptive, as in SGLang, the steps in use, 0 for plain ones."""
+    stats, scheduler = {**llm.scheduler.stats(), **memory_stats(llm)}, llm.scheduler
+    if llm.config.speculative_adaptive and scheduler.sizes.steps is not None:
+        steps = {size.nodes: size.steps for size in scheduler.engine.drafter.trees}
+        stats["speculative_num_steps"] = steps.get(scheduler.policy.nodes, 0)
+    return stats
+
+
 QUESTIONS: dict[str, Callable[..., Any]] = {
-    "stats": lambda llm: {**llm.scheduler.stats(), **memory_stats(llm)},
+    "stats": _stats,
     "load": lambda llm: load_of(llm.scheduler),
     "counters": lambda llm: prometheus.counters(llm.scheduler, load_of(llm.scheduler)),
     "flush": lambda llm: llm.scheduler.flush_cache(),

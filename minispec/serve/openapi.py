@@ -79,6 +79,8 @@ _PLACES = {  # where a field stands -> its model
     "structured_outputs": fields.StructuredOutputs, "text": fields.TextConfig, "text.format": fields.TextFormat,
     "reasoning": fields.Reasoning, "stream_options": fields.StreamOptions, "messages": fields.Message,
     "tokenize": fields.Tokenize, "detokenize": fields.Detokenize, "abort_request": fields.Abort,
+    "add_external_corpus": fields.AddCorpus,
+    "remove_external_corpus": fields.RemoveCorpus,
     "set_internal_state": fields.InternalState, "server_args": fields.ServerArgs,
 }  # fmt: skip
 

@@ -1,0 +1,177 @@
+"""External corpora: matches against brute force, exact texts with and without them, and who may add or name one."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_llm import CONFIG, DUMMY
+
+from minispec import LLM, SamplingParams
+from minispec.config import Config
+from minispec.corpora import DEPTH, END, SHORTEST, Corpora, Corpus, sort_places
+from minispec.request import RequestError
+
+
+def corpus(*documents: list[int]) -> Corpus:
+    """Return the corpus of documents given as ids."""
+    tokens = np.array([token for document in documents for token in (*document, END)], np.int32)
+    return Corpus(tokens, sort_places(tokens))
+
+
+def brute(tokens: list[int], after: list[int], longest: int) -> int:
+    """Return the length of the longest match of the last tokens, by looking at every place."""
+    best = 0
+    for at in range(1, len(tokens) + 1):
+        match = 0
+        while match < min(longest, at, len(after)) and tokens[at - match - 1] == after[-match - 1]:
+            match += 1
+        best = max(best, match)
+    return best
+
+
+def test_the_longest_match_is_that_of_a_search_everywhere() -> None:
+    chance = random.Random(0)
+    for vocabulary in (2, 5, 40):
+        documents = [[chance.randrange(vocabulary) for _ in range(chance.randrange(1, 90))] for _ in range(6)]
+        made = corpus(*documents)
+        text = [chance.randrange(vocabulary) for _ in range(30)] + documents[2][5:40]
+        for end in range(1, len(text) + 1):
+            match, at = made.find(text[:end], 12, None)
+            expected = brute(made.tokens.tolist(), text[:end], 12)
+            assert match == (expected if expected >= SHORTEST else 0) and 12 <= DEPTH
+            assert not match or made.tokens[at - match : at].tolist() == text[end - match : end]
+
+
+def test_a_draft_ends_with_its_document_and_stays_in_the_document_it_began_in() -> None:
+    table = Corpora()
+    table.put("a", corpus([1, 2, 3, 4, 5, 6, 7], [9, 3, 4, 8, 8]))
+    assert table.follow(0, [1, 2, 3], 12, 12) == ([4, 5, 6, 7], 3)
+    assert table.follow(0, [0, 3, 4], 12, 12) == ([5, 6, 7], 2), "two tokens are enough near the last match"
+    assert table.follow(1, [0, 3, 4], 12, 12) == ([], 0) and table.follow(0, [5, 6, 7], 12, 12) == ([], 3)
+    table.put("b", corpus([1, 2, 3, 9, 9]))
+    table.name(2, "b")
+    assert table.follow(2, [1, 2, 3], 1, 12) == ([9], 3)
+    table.put("b", None)
+    assert table.follow(2, [1, 2, 3], 3, 12) == ([], 0), "who names one drafts from no other"
+    table.release(2)
+    assert table.follow(2, [1, 2, 3], 2, 12) == ([4, 5], 3)
+
+
+WISHES = [SamplingParams(temperature=heat, sampling_seed=seed, max_new_tokens=40)
+          for seed, heat in enumerate((0.0, 0.0, 1.0, 0.7, 0.0, 1.2, 0.0, 0.0))]  # fmt: skip
+PROMPTS = [[1, 2, 3 + i, 7, 9 * i % 50] for i in range(8)]
+
+
+@pytest.fixture(scope="module")
+def tiny_llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    """A model of random weights that drafts from texts alone."""
+    folder = tmp_path_factory.mktemp("m")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return LLM(folder, speculative_algorithm="NGRAM", speculative_num_draft_tokens=8, max_running_requests=8,
+               **{**DUMMY, "device": "cpu"})  # fmt: skip
+
+
+def test_texts_are_the_same_with_corpora_that_come_and_go_and_earlier_answers_double_the_accept_length(
+    tiny_llm: LLM,
+) -> None:
+    scheduler, table = tiny_llm.scheduler, tiny_llm.scheduler.engine.drafter.corpora
+    assert table is not None
+
+    def run(wishes: list[SamplingParams], change: int | None = None) -> tuple[list[list[int]], float]:
+        """Return the texts and the accept length; after `change` steps the corpora are removed."""
+        assert scheduler.flush_cache()
+        requests = [tiny_llm.request(ids, wish) for ids, wish in zip(PROMPTS, wishes, strict=True)]
+        for request in requests:
+            scheduler.validate(request)
+            scheduler.submit(request)
+        steps = 0
+        while scheduler.has_work:
+            scheduler.step()
+            steps += 1
+            if steps == change:
+                table.put("mine", None)
+        return [request.output_ids for request in requests], scheduler.metrics.verified.accept_length
+
+    plain, cold = run(WISHES)
+    answers = corpus(*([*ids, *text] for ids, text in zip(PROMPTS, plain, strict=True)))
+    table.put("mine", answers)
+    table.put("other", corpus([random.Random(1).randrange(50) for _ in range(500)]))
+    texts, warm = run(WISHES)
+    assert texts == plain and warm >= 2 * cold, (warm, cold)
+    named = [SamplingParams(**{**vars(wish), "ngram_corpus_id": "other" if i % 2 else "mine"})
+             for i, wish in enumerate(WISHES)]  # fmt: skip
+    texts, half = run(named)
+    assert texts == plain and cold < half < warm, "half of the requests name a corpus that does not help"
+    assert run(WISHES, change=4)[0] == plain and "mine" not in table
+    table.put("other", None)
+
+
+def test_a_library_checks_ids_files_and_sizes(tiny_llm: LLM, tmp_path: Path) -> None:
+    library = tiny_llm.corpora
+    (root := tmp_path / "root").mkdir()
+    (root / "good.jsonl").write_text('"hello there"\n{"text": "you"}\n\n')
+    (root / "bad.jsonl").write_text('{"texts": 1}\n')
+    (tmp_path / "secret.jsonl").write_text('"secret"\n')
+    (root / "link.jsonl").symlink_to(tmp_path / "secret.jsonl")
+    os.mkfifo(root / "pipe")
+
+    def refused(*given: Any) -> str:
+        with pytest.raises(RequestError) as said:
+            library.add(*given)
+        return str(said.value)
+
+    assert "--speculative-ngram-corpus-folder" in refused("x", None, "good.jsonl")
+    library.root = str(root)
+    for path in ("link.jsonl", "../secret.jsonl", str(tmp_path / "secret.jsonl"), "pipe", ".", "none", "a\0b"):
+        assert refused("x", None, path).startswith("file_path must be a file below the folder of --speculative-ngram")
+    assert "line 1 must be a JSON string" in refused("x", None, "bad.jsonl")
+    assert library.add("x", None, "good.jsonl") == ("x", 14) and library.counts == {"x": 14}
+    assert "give documents" in refused("x", None, None) and "at least" not in refused("x", ["a"], "b")
+    library.most = 20
+    assert "must have 1 to 6 tokens" in refused("y", ["too long a text"], None) and "got 0" in refused("y", [], None)
+    assert library.add("x", ["twenty tokens at most"[:20]], None) == ("x", 20), "its own id is replaced"
+    with pytest.raises(RequestError, match="ngram_corpus_id must be the id of a corpus .x., got 'y'"):
+        tiny_llm.generate([1, 2], SamplingParams(ngram_corpus_id="y"))
+    tiny_llm.generate([1, 2], SamplingParams(ngram_corpus_id="x", max_new_tokens=2))
+    library.remove("x")
+    with pytest.raises(RequestError, match="corpus_id must be the id of a corpus"):
+        library.remove("x")
+    library.most, library.root = 10_000_000, None
+
+
+SERVED = {"speculative_algorithm": "NGRAM", "admin_api_key": "admin"}
+
+
+def test_the_endpoints_need_the_admin_key_and_a_request_may_name_a_corpus(served: Any) -> None:
+    ask = lambda path, body=None: served.call(path, body, headers={"Authorization": "Bearer admin"})  # noqa: E731
+    assert served.call("/add_external_corpus", {"documents": ["x"]})[0] == 403
+    assert served.call("/list_external_corpora")[0] == 403
+    status, added, _ = ask("/add_external_corpus", {"documents": ["Once upon a time there was a fox."]})
+    assert status == 200 and added["success"] and added["loaded_token_count"] > 5
+    name = added["corpus_id"]
+    assert ask("/list_external_corpora")[1]["corpus_token_counts"] == {name: added["loaded_token_count"]}
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, "ngram_corpus_id": name}
+    assert served.call("/v1/chat/completions", chat)[0] == 200
+    wish = {"text": "x", "sampling_params": {"max_new_tokens": 2, "ngram_corpus_id": "nobody"}}
+    status, said, _ = served.call("/generate", wish)
+    assert status == 400 and "ngram_corpus_id must be the id" in said["error"]["message"]
+    assert ask("/add_external_corpus", {"documents": ["x"], "file_path": "/etc/passwd"})[0] == 400
+    assert ask("/add_external_corpus", {"file_path": "/etc/passwd"})[0] == 400
+    assert ask("/remove_external_corpus", {"corpus_id": name})[0] == 200
+    assert ask("/remove_external_corpus", {"corpus_id": name})[0] == 400
+
+
+def test_a_flag_names_a_corpus_at_start_and_a_server_without_lookups_says_so(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (texts := tmp_path / "texts.jsonl").write_text('"one text"\n')
+    options = {**DUMMY, "device": "cpu", "speculative_ngram_external_corpus_path": str(texts)}
+    assert LLM(tmp_path, speculative_algorithm="NGRAM", **options).corpora.counts == {"external": 8}
+    with pytest.raises(ValueError, match="this server looks nothing up"):
+        LLM(tmp_path, **options)
+    assert Config(**options).speculative_ngram_external_corpus_max_tokens == 10_000_000

@@ -77,7 +77,8 @@ _PLACES = {  # where a field stands -> its model
     "chat": fields.Chat, "completions": fields.Completion, "responses": fields.Responses,
     "generate": fields.Generate, "sampling_params": fields.NativeParams, "response_format": fields.ResponseFormat,
     "structured_outputs": fields.StructuredOutputs, "text": fields.TextConfig, "text.format": fields.TextFormat,
-    "reasoning": fields.Reasoning, "stream_options": fields.StreamOptions, "messages": fields.Message,
+    "reasoning": fields.Reasoning, "stream_options": fields.StreamOptions, "chat messages": fields.Message,
+    "messages": fields.Messages,
     "tokenize": fields.Tokenize, "detokenize": fields.Detokenize, "abort_request": fields.Abort,
     "set_internal_state": fields.InternalState, "server_args": fields.ServerArgs,
 }  # fmt: skip

@@ -119,7 +119,8 @@ GENERATES = [
     {"text": "a", "return_logprob": True, "logprob_start_len": 10**6},
     {"text": "a", "return_logprob": True, "token_ids_logprob": [10**9]},
     {"text": "a", "return_logprob": True, "token_ids_logprob": list(range(1000))},
-    native(temprature=1), native(regex="(a+"), native(max_new_tokens=10**12), native(max_new_tokens=-1), native(n=10**6),
+    native(temprature=1), native(regex="(a+"), native(max_new_tokens=10**12), native(n=10**6),
+    native(max_new_tokens=-1),
     native(n=0), native(stop_regex="a"), native(custom_params={"a": 1}), native(temperature=float(10**30)),
     native(json_schema="{"), native(min_new_tokens=9, max_new_tokens=3), native(sampling_seed=2**63), native(top_k="5"),
 ]  # fmt: skip

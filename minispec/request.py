@@ -376,8 +376,8 @@ class Limits(NamedTuple):
                        ", of which one is left for the output")  # fmt: skip
             if count < context:
                 message = (f"The input ({count} tokens) is longer than the KV pool can hold ({self.longest_prompt} "
-                           f"tokens: it holds {self.pool_rows}, and a step needs {self.tree_rows}); the model's context "
-                           f"length is {context} tokens")  # fmt: skip
+                           f"tokens: it holds {self.pool_rows}, and a step needs {self.tree_rows}); the model's "
+                           f"context length is {context} tokens")  # fmt: skip
             raise TooLong(message, count, self.longest_prompt)
         # `room` is the longest output if no other request has pages. An output of this length ends with `length`.
         room, wanted = self.longest_prompt + 1 - count, params.max_new_tokens

@@ -18,6 +18,7 @@ from minispec.serve.reply import error_body
 from minispec.serve.routes import EVENTS, ROUTES
 
 logger = logging.getLogger("minispec")
+REQUEST_ID = web.RequestKey("request_id", str)
 access_logger = logging.getLogger("minispec.access")  # a line for each answer, at --log-level-http info
 
 TEXT_PATHS = ", ".join(dict.fromkeys(route.path for route in ROUTES if EVENTS in route.answers))
@@ -68,7 +69,7 @@ def _is_message(http: web.Request) -> bool:
 def _request_id(http: web.Request) -> str:
     """Return the client's x-request-id if it is harmless, else one that is made once."""
     given = http.headers.get("x-request-id", "")
-    return given if re.fullmatch(r"[\w.:-]{1,128}", given) else http.setdefault("request_id", uuid.uuid4().hex)
+    return given if re.fullmatch(r"[\w.:-]{1,128}", given) else http.setdefault(REQUEST_ID, uuid.uuid4().hex)
 
 
 async def set_request_id(http: web.Request, response: web.StreamResponse) -> None:

@@ -141,6 +141,7 @@ Text = str | None
 Each = Annotated[list[T], Field(fail_fast=True)]
 Batch = Annotated[list[T], Field(fail_fast=True, min_length=1, max_length=MAX_BATCH)]
 Turns = Annotated[list[T], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+Items = Annotated[list[T], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 Parts = Annotated[list[T], Field(fail_fast=True, max_length=MAX_PARTS)]
 OfTools = Annotated[list[T], Field(fail_fast=True, max_length=MAX_TOOLS)]
 Filled = Annotated[str, Field(min_length=1)]
@@ -540,7 +541,7 @@ class Reasoning(Fields):
 class Responses(Constrained, Prompted, Sampling):
     """The body of POST /v1/responses."""
 
-    input: told_apart("text or a list of items", text=str, objects=Turns[Item]) = Field(
+    input: told_apart("text or a list of items", text=str, objects=Items[Item]) = Field(
         description="the conversation, as text or as items")
     instructions: Text = does("a system message before the input")
     max_output_tokens: Integer = does("tokens to generate at most, reasoning included; without it the context is the "

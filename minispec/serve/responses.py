@@ -16,29 +16,15 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from minispec.request import RequestError
-from minispec.serve import fields
+from minispec.serve import fields, parse
 from minispec.serve.message import Block, Change
-from minispec.serve.parse import (
-    Conversation,
-    Job,
-    Pick,
-    Tool,
-    job_of,
-    joined,
-    leave_out,
-    made_call,
-    schema_form,
-    text_of,
-    tool_of,
-    variables,
-)
 from minispec.serve.reply import EventReply, error_body
 from minispec.serve.tools import read_arguments
 
 _OF_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
-def parse_response(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Job:
+def parse_response(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> parse.Job:
     """Return the job of a /v1/responses body; `defaults` are the sampling values of the model, if used."""
     asked: Any = fields.read(fields.Responses, body)
     form, effort = asked.text.format if asked.text else None, asked.reasoning.effort if asked.reasoning else None
@@ -46,16 +32,16 @@ def parse_response(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Job:
     for item in asked.input:
         offered += item.tools if isinstance(item, fields.ToolsItem) else []
     if asked.truncation == "auto":
-        leave_out("truncation auto: nothing is cut")
-    job = job_of(Conversation(
+        parse.leave_out("truncation auto: nothing is cut")
+    job = parse.job_of(parse.Conversation(
         "response", _messages(asked), "input", _tools(offered), _pick(asked.tool_choice),
         asked.parallel_tool_calls is not False,
-        schema_form("text.format.schema", form.type, form.schema_) if form else (),
-        variables(asked, effort=effort)), asked, defaults)  # fmt: skip
+        parse.schema_form("text.format.schema", form.type, form.schema_) if form else (),
+        parse.variables(asked, effort=effort)), asked, defaults)  # fmt: skip
     return replace(job, repeated=_repeated(asked, job))
 
 
-def _repeated(asked: Any, job: Job) -> dict[str, Any]:
+def _repeated(asked: Any, job: parse.Job) -> dict[str, Any]:
     """Return what the answer repeats of its request, and what is always so."""
     form, effort = asked.text.format if asked.text else None, asked.reasoning.effort if asked.reasoning else None
     choice, shown = asked.tool_choice or "auto", {tool["function"]["name"] for tool in job.wish.tools}
@@ -83,10 +69,10 @@ def _messages(asked: Any) -> list[dict[str, Any]]:
     thought = ""  # waits for the message that it led to
     for item in [asked.input] if isinstance(asked.input, str) else asked.input:
         if isinstance(item, fields.ReasoningItem):
-            thought = text_of(item.content or item.summary or [])
+            thought = parse.text_of(item.content or item.summary or [])
             continue
         if isinstance(item, fields.UnservedItem):
-            leave_out(item.type)
+            parse.leave_out(item.type)
             continue
         if isinstance(item, fields.ToolsItem):
             continue
@@ -106,35 +92,37 @@ def _turn(item: Any) -> dict[str, Any]:
     if isinstance(item, str):
         return {"role": "user", "content": item}
     if isinstance(item, fields.OutputItem):
-        return {"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)}
+        return {"role": "tool", "tool_call_id": item.call_id, "content": parse.text_of(item.output)}
     if isinstance(item, fields.MessageItem):
-        return {"role": item.role, "content": text_of(item.content)}
+        return {"role": item.role, "content": parse.text_of(item.content)}
     arguments = {"input": item.input} if isinstance(item, fields.CustomCallItem) else item.arguments
-    return {"role": "assistant", "content": "", "tool_calls": [made_call(item.call_id, joined(item), arguments)]}
+    call = parse.made_call(item.call_id, parse.joined(item), arguments)
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-def _tools(offered: Iterable[Any], namespace: str | None = None) -> list[Tool]:
+def _tools(offered: Iterable[Any], namespace: str | None = None) -> list[parse.Tool]:
     """Return the tools that the client runs; of the others the log has a line."""
-    tools: list[Tool] = []
+    tools: list[parse.Tool] = []
     for tool in offered:
         if isinstance(tool, fields.Namespace):
             tools += _tools(tool.tools, tool.name)
         elif isinstance(tool, fields.CustomTool):
-            tools.append(Tool(tool.name, tool.description, _OF_TEXT, namespace, free=True))
+            tools.append(parse.Tool(tool.name, tool.description, _OF_TEXT, namespace, free=True))
         elif isinstance(tool, fields.FunctionTool):
-            tools.append(tool_of(tool, namespace))
+            tools.append(parse.tool_of(tool, namespace))
         else:
-            leave_out(tool.type)
+            parse.leave_out(tool.type)
     return tools
 
 
-def _pick(choice: Any) -> Pick:
+def _pick(choice: Any) -> parse.Pick:
     """Return the choice of tools; of those that are allowed, the ones that are not served do not count."""
     if choice is None or isinstance(choice, str):
-        return Pick(choice)
+        return parse.Pick(choice)
     if isinstance(choice, fields.NamedTool):
-        return Pick(only=joined(choice))
-    return Pick(choice.mode, allowed=[joined(tool) for tool in choice.tools if isinstance(tool, fields.NamedTool)])
+        return parse.Pick(only=parse.joined(choice))
+    served = [tool for tool in choice.tools if isinstance(tool, fields.NamedTool)]
+    return parse.Pick(choice.mode, allowed=list(map(parse.joined, served)))
 
 
 # ---- the answer ------------------------------------------------------------------------------------------------------

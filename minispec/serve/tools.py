@@ -217,8 +217,11 @@ def _read_call(text: str) -> tuple[str, dict[str, Any]] | None:
 
 
 def read_arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a call, and of one that was cut what came of them."""
-    return from_json(text or "{}", allow_partial="trailing-strings")
+    """Return the arguments of a call, and of one that was cut what came of them; {} if that is no JSON."""
+    try:
+        return from_json(text, allow_partial="trailing-strings")
+    except ValueError:
+        return {}
 
 
 def no_number(literal: str) -> float:

@@ -21,6 +21,7 @@ FAILURES = {
     "403": "the admin key is needed",
     "404": "no such model", "413": "the body is too large", "499": "aborted by /abort_request",
     "500": "a failure of ours, not worth trying again", "503": "not ready, or the queue is full; Retry-After says when",
+    "529": "of messages: the same",
 }  # fmt: skip
 
 ERROR = {

@@ -102,10 +102,8 @@ def of_type(allowed: str, *kinds: Any, other: Any = None) -> Any:
 
 def _literals(annotation: Any) -> list[str | None]:
     """Return the values of a literal, with None where that is allowed beside it."""
-    if annotation in (None, type(None)):
-        return [None]
-    return [name for given in get_args(annotation)
-            for name in ([given] if isinstance(given, str) else _literals(given))]  # fmt: skip
+    given = get_args(annotation)
+    return [*get_args(given[0]), None] if type(None) in given else list(given)
 
 
 def shape(name: str, base: type[BaseModel] | None = None, /, **own: Any) -> Any:

@@ -234,20 +234,17 @@ class Message:
         """Return what came since the last call, as the delta of an event; {} for nothing."""
         delta: dict[str, Any] = {}
         for what, block, text in self.changes():
-            if block.kind != "call":
-                if text:
-                    name = "content" if block.kind == "text" else "reasoning_content"
-                    delta[name] = delta.get(name, "") + text
-                continue
-            index, calls = self._index(block), delta.setdefault("tool_calls", [])
-            if what == "begin":
-                calls.append({"index": index, **_call(block), "function": {"name": block.name, "arguments": ""}})
-            elif text and (not calls or calls[-1]["index"] != index):
-                calls.append({"index": index, "function": {"arguments": text}})
-            elif text:
-                calls[-1]["function"]["arguments"] += text
-        if not delta.get("tool_calls", True):
-            del delta["tool_calls"]
+            if block.kind != "call" and text:
+                name = "content" if block.kind == "text" else "reasoning_content"
+                delta[name] = delta.get(name, "") + text
+            elif block.kind == "call" and (text or what == "begin"):
+                index, calls = self._index(block), delta.setdefault("tool_calls", [])
+                if what == "begin":
+                    calls.append({"index": index, **_call(block), "function": {"name": block.name, "arguments": ""}})
+                elif calls and calls[-1]["index"] == index:
+                    calls[-1]["function"]["arguments"] += text
+                else:
+                    calls.append({"index": index, "function": {"arguments": text}})
         return delta
 
     def whole(self) -> dict[str, Any]:

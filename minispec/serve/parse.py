@@ -230,7 +230,8 @@ def parse_chat(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Job:
     else:
         pick = Pick(choice.allowed_tools.mode, allowed=[tool.function.name for tool in choice.allowed_tools.tools])
     told = Conversation(
-        "chat", _messages(asked.messages), "messages", [tool_of(tool.function) for tool in asked.tools or []], pick,
+        "chat", _messages(asked.messages), "messages",
+        [Tool(f.name, f.description, f.parameters) for f in (tool.function for tool in asked.tools or [])], pick,
         asked.parallel_tool_calls is not False, _response_format(asked),
         variables(asked, effort=asked.reasoning_effort, thinks=asked.enable_thinking), continued)  # fmt: skip
     if continued and told.messages[-1]["role"] != "assistant":
@@ -555,11 +556,6 @@ def made_call(call_id: str | None, name: str, arguments: Any) -> dict[str, Any]:
         arguments = {} if arguments is None else {"arguments": text}
     given = {} if call_id is None else {"id": call_id}
     return {**given, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def tool_of(given: Any, namespace: str | None = None) -> Tool:
-    """Return a tool of its fields, as OpenAI has them."""
-    return Tool(given.name, given.description, given.parameters, namespace)
 
 
 def variables(asked: Any, *, effort: str | None, thinks: bool | None = None) -> dict[str, Any]:

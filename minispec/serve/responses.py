@@ -109,7 +109,7 @@ def _tools(offered: Iterable[Any], namespace: str | None = None) -> list[parse.T
         elif isinstance(tool, fields.CustomTool):
             tools.append(parse.Tool(tool.name, tool.description, _OF_TEXT, namespace, free=True))
         elif isinstance(tool, fields.FunctionTool):
-            tools.append(parse.tool_of(tool, namespace))
+            tools.append(parse.Tool(tool.name, tool.description, tool.parameters, namespace))
         else:
             parse.leave_out(tool.type)
     return tools

@@ -63,13 +63,13 @@ CHATS = [chat(**wish) for wish in (
     {"tools": [{**FUNCTION, "function": {"name": "f", "description": "x" * 10**6}}]}, {"messages": []},
     {"messages": [{"role": "user", "content": "a"}] * 2**15},
     {"messages": [{"role": "user", "content": "long " * 50_000}]},
-    {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 200}]},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 2**11}]},
     # numbers
     {"temperature": -1}, {"temperature": "NaN"}, {"temperature": 1e30}, {"temperature": True}, {"top_p": 2},
-    {"top_p": 0}, {"top_p": -0.5}, {"top_k": 0}, {"top_k": -2}, {"top_k": 1.5}, {"min_p": 1.5}, {"min_p": -1},
+    {"top_p": 0}, {"top_p": -0.5}, {"top_k": -2}, {"top_k": 1.5}, {"min_p": 1.5}, {"min_p": -1},
     {"frequency_penalty": 3}, {"presence_penalty": -3}, {"repetition_penalty": 0}, {"repetition_penalty": 1e9},
-    {"max_tokens": -5}, {"max_tokens": 10**7}, {"max_tokens": 2**63}, {"max_tokens": "5"}, {"max_tokens": 1.0},
-    {"max_completion_tokens": 10**7}, {"min_tokens": 50}, {"min_tokens": -1}, {"seed": 2**63}, {"seed": "a"},
+    {"max_tokens": -5}, {"max_tokens": 10**12}, {"max_tokens": 2**63}, {"max_tokens": "5"}, {"max_tokens": 1.5},
+    {"max_completion_tokens": 10**12}, {"min_tokens": 50}, {"min_tokens": -1}, {"seed": 2**63}, {"seed": "a"},
     {"seed": 2**70}, {"stream_interval": 0}, {"truncate_prompt_tokens": 0}, {"truncate_prompt_tokens": -2},
     # ids and logprobs
     {"top_logprobs": 10**6, "logprobs": True}, {"top_logprobs": -1, "logprobs": True}, {"top_logprobs": 5},
@@ -95,7 +95,7 @@ CHATS = [chat(**wish) for wish in (
     1, "x", [], {"not": {}}, {"multipleOf": 10**9}, {"type": "nothing"}, {"pattern": "(", "type": "string"},
     {"$ref": "#/nowhere"}, {"$ref": "http://127.0.0.1/x"},
 )] + [message(**wish) for wish in (
-    {"role": "root"}, {"role": None}, {"role": ["user"]}, {"content": None}, {"content": 5}, {"content": []},
+    {"role": "root"}, {"role": None}, {"role": ["user"]}, {"content": None}, {"content": 5}, {"content": [[]]},
     {"content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/x"}}]},
     {"content": [{"type": "text"}]}, {"content": {"text": "a"}}, {"tool_calls": [{"function": {}}]}, {"name": 5},
 )] + [{"messages": "hi"}, {"messages": [[]]}, {"messages": [{"role": "user"}]}, {}]  # fmt: skip
@@ -105,7 +105,7 @@ COMPLETIONS = [{"prompt": prompt} for prompt in (
     [True], [[1], "a"], [["a"]], [5] * 1024, [5] * 10**5, [[5]] * 1000, ["a", ""], 7,
 )] + [{"prompt": "a", **wish} for wish in (
     {"suffix": "b"}, {"logprobs": 10**6}, {"logprobs": -1}, {"logprobs": True}, {"prompt_logprobs": -1}, {"echo": 1},
-    {"n": 16, "best_of": 15}, {"prompt_embeds": "AAAA"}, {"max_tokens": 10**9}, {"model": 5},
+    {"n": 16, "best_of": 15}, {"prompt_embeds": "AAAA"}, {"max_tokens": 10**12}, {"model": 5},
 )]  # fmt: skip
 
 GENERATES = [
@@ -119,7 +119,8 @@ GENERATES = [
     {"text": "a", "return_logprob": True, "logprob_start_len": 10**6},
     {"text": "a", "return_logprob": True, "token_ids_logprob": [10**9]},
     {"text": "a", "return_logprob": True, "token_ids_logprob": list(range(1000))},
-    native(temprature=1), native(regex="(a+"), native(max_new_tokens=2000), native(max_new_tokens=-1), native(n=10**6),
+    native(temprature=1), native(regex="(a+"), native(max_new_tokens=10**12), native(n=10**6),
+    native(max_new_tokens=-1),
     native(n=0), native(stop_regex="a"), native(custom_params={"a": 1}), native(temperature=float(10**30)),
     native(json_schema="{"), native(min_new_tokens=9, max_new_tokens=3), native(sampling_seed=2**63), native(top_k="5"),
 ]  # fmt: skip
@@ -128,22 +129,21 @@ TOOL = {"type": "function", "name": "f"}
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 
 RESPONSES = [{"input": given} for given in (
-    None, 5, [], {}, [5], [[]], [None], "long " * 50_000, "x" * 10**6, [{}], [{"role": "user"}], [CALL] * 200,
+    None, 5, {}, [5], [[]], [None], "long " * 50_000, "x" * 10**6, [{}], [{"role": "user"}], [CALL] * 2**15,
     [{"role": "root", "content": "a"}], [{"role": "user", "content": 5}], [{"role": "user", "content": [5]}],
     [{"role": "user", "content": "a"}] * 2**15, [{"type": "item_reference", "id": "msg_1"}], [{"type": ["message"]}],
-    [{"role": "user", "content": [{"type": "input_image", "image_url": "http://127.0.0.1/x"}]}],
-    [{"role": "user", "content": [{"type": "input_file", "file_url": "file:///etc/passwd"}]}],
-    [{"type": "web_search_call", "id": "ws_1", "status": "completed"}], [{"type": "reasoning", "summary": 5}],
-    [{"type": "reasoning", "summary": []}], [{**CALL, "arguments": "[" * 1000}], [{**CALL, "arguments": "{"}],
-    [{**CALL, "arguments": '{"a": NaN}'}], [{**CALL, "arguments": {}}], [{**CALL, "name": ""}],
+    [{"role": "user", "content": [{"type": "input_audio", "input_audio": "http://127.0.0.1/x"}]}],
+    [{"type": "call", "id": "ws_1"}], [{"type": "reasoning", "summary": 5}], [{**CALL, "type": "custom_tool_call"}],
+    [{**CALL, "arguments": {}}], [{**CALL, "name": ""}], [{**CALL, "namespace": 5}],
+    [{"type": "additional_tools", "tools": [{"type": "function"}]}],
     [{"type": "function_call_output", "call_id": "c"}], [{"type": "function_call_output", "call_id": 5, "output": "a"}],
-    [{"type": "function_call_output", "call_id": "c", "output": [{"type": "input_image"}]}],
+    [{"type": "function_call_output", "call_id": "c", "output": [{"type": "input_audio"}]}],
 )] + [{"input": "a", **wish} for wish in (
     {"store": True}, {"previous_response_id": "resp_1"}, {"conversation": {"id": "conv_1"}}, {"background": True},
     {"prompt": {"id": "pmpt_1"}}, {"instructions": 5}, {"instructions": "x" * 10**6}, {"max_output_tokens": -1},
-    {"max_output_tokens": 10**9}, {"max_output_tokens": 1.5}, {"temperature": -1}, {"top_p": 2}, {"n": 2},
+    {"max_output_tokens": 10**12}, {"max_output_tokens": 1.5}, {"temperature": -1}, {"top_p": 2}, {"n": 2},
     {"top_logprobs": 5}, {"include": ["code_interpreter_call.outputs"]}, {"include": "reasoning.encrypted_content"},
-    {"tools": [TOOL] * 129}, {"tools": [TOOL, TOOL]}, {"tools": [{"type": "mcp", "server_url": "http://127.0.0.1/"}]},
+    {"tools": [TOOL] * 129}, {"tools": [TOOL, TOOL]}, {"tools": [{"type": "x"}], "tool_choice": "required"},
     {"tools": [{**TOOL, "description": "x" * 10**6}]}, {"tools": [FUNCTION]}, {"tools": [TOOL], "tool_choice": "f"},
     {"tool_choice": "required"}, {"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}},
     {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "none", "tools": []}},
@@ -153,13 +153,39 @@ RESPONSES = [{"input": given} for given in (
     {"text": {"format": {"type": "json_object"}}, "ebnf": "a"}, {"reasoning": "high"}, {"reasoning": {"effort": 5}},
     {"reasoning": {"effort": "x" * 10**5}}, {"metadata": {"a": "x" * 10**6}},
     {"metadata": {str(i): "" for i in range(99)}},
-    {"metadata": "a"}, {"stream": 1}, {"truncation": "auto"}, {"service_tier": "priority"}, {"rid": ""},
+    {"metadata": "a"}, {"stream": 1}, {"truncation": "all"}, {"service_tier": "priority"}, {"rid": ""},
     {"chat_template_kwargs": {"tools": 1}},
+)]  # fmt: skip
+
+USE = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+GIVEN = {"type": "tool_result", "tool_use_id": "t", "content": "a"}
+ANTHROPIC_TOOL = {"name": "f", "input_schema": {"type": "object"}}
+
+MESSAGES = [{"max_tokens": 9, "messages": given} for given in (
+    None, [], "a", [5], [{}], [{"role": "user"}], [{"role": "tool", "content": "a"}], [{"role": "user"}],
+    [{"role": "user", "content": 5}], [{"role": "user", "content": [5]}], [{"role": "user", "content": [{}]}],
+    [{"role": "user", "content": [{"type": "text"}]}], [{"role": "user", "content": [{"type": ["text"]}]}],
+    [{"role": "user", "content": [{"type": "nothing"}]}], [{"role": "user", "content": [USE]}],
+    [{"role": "assistant", "content": [GIVEN]}], [{"role": "assistant", "content": [{**USE, "name": ""}]}],
+    [{"role": "assistant", "content": [{**USE, "id": 5}]}], [{"role": "user", "content": [{**GIVEN, "content": 5}]}],
+    [{"role": "user", "content": "a"}] * 2**15, [{"role": "user", "content": "long " * 50_000}],
+)] + [{"max_tokens": 9, "messages": [{"role": "user", "content": "a"}], **wish} for wish in (
+    {"max_tokens": None}, {"max_tokens": -1}, {"max_tokens": 1.5}, {"max_tokens": 10**12}, {"temperature": -1},
+    {"top_p": 0}, {"top_k": -5}, {"stop_sequences": "a"}, {"stop_sequences": [""]}, {"system": 5},
+    {"system": [{"type": "image"}]}, {"stream": "yes"}, {"tools": [ANTHROPIC_TOOL] * 2}, {"tools": [{"name": "f"}]},
+    {"tools": [{**ANTHROPIC_TOOL, "input_schema": "x"}]}, {"tools": [ANTHROPIC_TOOL] * 129}, {"tool_choice": "auto"},
+    {"tool_choice": {"type": "any"}}, {"tools": [ANTHROPIC_TOOL], "tool_choice": {"type": "tool"}},
+    {"tools": [ANTHROPIC_TOOL], "tool_choice": {"type": "tool", "name": "g"}}, {"thinking": {"type": "deep"}},
+    {"thinking": True}, {"output_format": {"type": "json_schema", "schema": {"not": {}}}},
+    {"output_config": {"format": {"type": "json"}}}, {"mcp_servers": [{"url": "http://127.0.0.1/"}]},
+    {"output_format": {"type": "json_schema", "schema": {}}, "regex": "a"}, {"service_tier": "priority"},
 )]  # fmt: skip
 
 HOSTILE: list[tuple[str, Any]] = [
     *(("/v1/chat/completions", body) for body in [*RAW, *CHATS]),
     *(("/v1/responses", body) for body in [*RAW[:8], *RESPONSES]),
+    *(("/v1/messages", body) for body in [*RAW[:8], *MESSAGES]),
+    *(("/v1/messages/count_tokens", body) for body in MESSAGES[:5]),
     *(("/v1/completions", body) for body in COMPLETIONS), *(("/generate", body) for body in GENERATES),
     *(("/tokenize", body) for body in ({}, {"prompt": 5}, {"prompt": "x" * 10**6}, {"messages": []},
                                        {"prompt": "a", "messages": [{"role": "user", "content": "a"}]})),

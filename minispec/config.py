@@ -125,6 +125,9 @@ class Config:
     strict_model_name: bool = _flag(
         False, "Server", "answer 404 to a request that names another model; without it the name is not looked at"
     )
+    strict_max_tokens: bool = _flag(
+        False, "Server", "answer 400 to a request for more tokens than the context has left, in place of fewer tokens"
+    )
     host: str = _flag("127.0.0.1", "Server", "address to listen on")
     port: int = _flag(30000, "Server", "port to listen on; 0 takes a free one", low=0, high=65535)
     api_key: str | None = _flag(

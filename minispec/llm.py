@@ -77,6 +77,7 @@ class LLM:
             SchedulerOptions(
                 radix=not config.disable_radix_cache,
                 overlap=engine.device.type == "cuda" and not config.disable_overlap_schedule,
+                strict_max_tokens=config.strict_max_tokens,
                 decode_log_interval=config.decode_log_interval,
                 random_seed=config.random_seed,
                 adapts_from=config.adapts_from(engine.device.type == "cuda"),

@@ -10,6 +10,7 @@ Read next: `scheduler.py` for the life of a request, `sampling.py` for what the 
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from minispec.metrics import Verified
+
+logger = logging.getLogger("minispec")
 
 MAX_TOP = 20  # likeliest tokens reported beside each token
 MAX_ASKED_IDS = 128  # ids reported because a client names them
@@ -31,6 +34,14 @@ class RequestError(ValueError):
     def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
         self.message, self.param, self.status, self.code = message, param, status, code
+
+
+class TooLong(RequestError):
+    """A prompt of `count` tokens, of which `most` fit; clients that shorten conversations look for both numbers."""
+
+    def __init__(self, message: str, count: int, most: int, param: str | None = "prompt") -> None:
+        super().__init__(message, param, code="context_length_exceeded")
+        self.count, self.most = count, most
 
 
 def short(value: Any) -> str:
@@ -93,6 +104,7 @@ class Grammar:
     text: str = field(repr=False)  # not in logs
     origin: str = field(default="grammar", compare=False)
     thought: Thought | None = field(default=None, repr=False)  # what may come before; None: nothing
+    calls: str = field(default="", repr=False)  # in Lark: what the output may be instead, if anything
 
     def __post_init__(self) -> None:
         if self.kind not in GRAMMARS:
@@ -139,7 +151,7 @@ class SamplingParams:
     min_new_tokens: int = 0
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
-    top_k: int = -1  # -1: the whole vocabulary
+    top_k: int = -1  # -1 or 0: the whole vocabulary
     min_p: float = 0.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
@@ -169,8 +181,7 @@ class SamplingParams:
             )
         put("temperature", _number("temperature", self.temperature, 0.0, 1e6))
         put("top_p", _number("top_p", self.top_p, 0.0, 1.0, open_low=True))
-        if self.top_k != -1:
-            _integer("top_k", self.top_k, 1, 2**31)
+        put("top_k", _integer("top_k", self.top_k, -1, 2**31) or -1)
         put("min_p", _number("min_p", self.min_p, 0.0, 1.0))
         put("frequency_penalty", _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0))
         put("presence_penalty", _number("presence_penalty", self.presence_penalty, -2.0, 2.0))
@@ -356,6 +367,7 @@ class Limits(NamedTuple):
     pool_rows: int  # rows in the pool, all pages taken together, without the padding page
     tree_rows: int  # rows that a request needs for one step, beyond those of its text
     eos_ids: tuple[int, ...]
+    strict: bool = False  # whether a limit beyond the context is an error, and not cut to what is left
 
     @property
     def longest_prompt(self) -> int:
@@ -373,22 +385,25 @@ class Limits(NamedTuple):
         params.check_vocabulary(self.vocab_size)
         self._check_scores_and_allowed(request)
         if count > self.longest_prompt:
-            raise RequestError(
-                f"The input ({count} tokens) is longer than the longest possible ({self.longest_prompt} tokens: "
-                f"the context is {context}, the KV pool holds {self.pool_rows}, and a step "
-                f"needs {self.tree_rows})",
-                "prompt",
-                code="context_length_exceeded",
-            )
+            message = (f"The input ({count} tokens) is longer than the model's context length ({context} tokens)"
+                       ", of which one is left for the output")  # fmt: skip
+            if count < context:
+                message = (f"The input ({count} tokens) is longer than the KV pool can hold ({self.longest_prompt} "
+                           f"tokens: it holds {self.pool_rows}, and a step needs {self.tree_rows}); the model's "
+                           f"context length is {context} tokens")  # fmt: skip
+            raise TooLong(message, count, self.longest_prompt)
         # `room` is the longest output if no other request has pages. An output of this length ends with `length`.
         room, wanted = self.longest_prompt + 1 - count, params.max_new_tokens
         if wanted is not None and count + wanted > context:
-            raise RequestError(
-                f"max_new_tokens is {wanted}, and with {count} prompt tokens exceeds the context of {context} "
-                f"tokens; at most {context - count} are possible",
-                "max_tokens",
-                code="context_length_exceeded",
-            )
+            if self.strict:
+                raise RequestError(
+                    f"max_new_tokens is {wanted}, and with {count} prompt tokens exceeds the context of {context} "
+                    f"tokens; at most {context - count} are possible",
+                    "max_tokens",
+                    code="context_length_exceeded",
+                )
+            logger.info("request %s: max_new_tokens is %d, as the context has no room for %d beside %d prompt tokens",
+                        request.rid, room, wanted, count)  # fmt: skip
         request.max_new_tokens = room if wanted is None else min(wanted, room)
 
     def _check_scores_and_allowed(self, request: Request) -> None:

@@ -59,6 +59,7 @@ class SchedulerOptions:
     radix: bool = True  # whether requests share the pages of equal beginnings, through the prefix cache
     # Whether a step is launched before the last one is collected; ignored if the drafter reads text.
     overlap: bool = False
+    strict_max_tokens: bool = False  # whether a request for more tokens than the context has left is an error
     decode_log_interval: int = 40  # how many decode steps lie between two log lines
     random_seed: int | None = None  # seeds the generator that draws the seeds of requests without one
     # The smallest batch for which the policy chooses each step's shape by speed. Smaller ones have the largest trees.
@@ -100,7 +101,7 @@ class Scheduler:
         self._start_empty(options.radix)
         self.limits = Limits(
             engine.model.config.vocab_size, self.sizes.context_length, (self.kv.pages - 1) * self.kv.page_size,
-            self.sizes.tree_rows, tuple(sorted(eos_ids)),
+            self.sizes.tree_rows, tuple(sorted(eos_ids)), options.strict_max_tokens,
         )  # fmt: skip
         self.overlap = options.overlap and not engine.drafter.reads_text  # drafts from text need the last step's tokens
         self.metrics = Metrics(self.sizes.nodes, options.decode_log_interval, engine.device.type == "cuda")

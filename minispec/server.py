@@ -46,6 +46,7 @@ from minispec.serve.bodies import HEAD_TIMEOUT, MAX_BODY, Bodies
 from minispec.serve.front import Front
 from minispec.serve.info import fingerprint, version
 from minispec.serve.message import Formats
+from minispec.serve.messages import MessageReply, parse_message
 from minispec.serve.reply import Reply, Served
 from minispec.serve.responses import ResponseReply, parse_response
 from minispec.serve.routes import ROUTES, Misspelt, tidied
@@ -59,6 +60,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("minispec")
 Parser = Callable[[dict[str, Any], dict[str, Any]], parse.Job]  # of a body, with the model's sampling defaults
+
+REPLIES: dict[str, type[Reply]] = {"response": ResponseReply, "message": MessageReply}
 
 HEALTH_TIMEOUT = 20.0  # seconds that /health_generate waits for a token
 DRAIN_LOOK = 0.02  # seconds between two looks at whether all requests have finished
@@ -206,6 +209,7 @@ class Server:
     chat = partialmethod(_answer, parse.parse_chat)
     completion = partialmethod(_answer, parse.parse_completion)
     response = partialmethod(_answer, parse_response)
+    message = partialmethod(_answer, parse_message)
     generate = partialmethod(_answer, lambda body, defaults: parse.parse_generate(body))
 
     @contextmanager
@@ -334,6 +338,17 @@ class Server:
             load.pop("speculative", None)
         return json_answer({"timestamp": time.time(), "version": version(), "loads": loads})
 
+    async def props(self, http: web.Request) -> web.Response:
+        """What clients of llama.cpp's server look for."""
+        facts, info = self._ready().facts, self._ready().tokenizer.chat.info
+        return json_answer({
+            "default_generation_settings": {"n_ctx": facts.limits.context_length},
+            "total_slots": facts.max_running * self.config.dp_size, "model_path": self._names[-1],
+            "model_alias": self.config.served_name, "chat_template": info["chat_template"] or "",
+            "bos_token": info.get("bos_token", ""), "eos_token": info.get("eos_token", ""),
+            "modalities": {"vision": False, "audio": False}, "build_info": f"minispec {version()}",
+        })  # fmt: skip
+
     async def tokenizer_info(self, http: web.Request) -> web.Response:
         """The special tokens and the chat template, for clients that count or tokenize themselves."""
         return json_answer(self._ready().tokenizer.chat.info)
@@ -449,6 +464,13 @@ class Server:
 
         return await self._worked_out(work)
 
+    async def count_tokens(self, http: web.Request) -> web.Response:
+        """How many tokens the prompt of a message has."""
+        front = self._open()
+        job = await self.bodies.read(http, lambda body: parse_message(body, front.defaults, counted=True))
+        self._check_model(job.model)
+        return await self._worked_out(lambda: {"input_tokens": len(_tokenized(job, front, self._served)[0].prompt_ids)})
+
     async def detokenize(self, http: web.Request) -> web.Response:
         """Token ids to text."""
         front, asked = self._open(), await self._body(http, fields.Detokenize)
@@ -548,14 +570,22 @@ def shutting_down() -> RequestError:
 
 def _prepare(job: parse.Job, front: Front, served: Served) -> Reply:
     """Tokenize and check a job's requests, and return the `Reply` that will answer it; slow; safe on any thread."""
-    limits = front.facts.limits
+    requests = _tokenized(job, front, served)
     try:
-        requests = parse.tokenize(job, front.tokenizer, limits.context_length, limits.longest_prompt, served.formats)
         for request in requests:
             front.validate(request)
     except RequestError as error:
         raise parse.in_clients_words(error, job.names) from None
-    return (Reply if job.response is None else ResponseReply)(job, requests, served)
+    return REPLIES.get(job.dialect, Reply)(job, requests, served)
+
+
+def _tokenized(job: parse.Job, front: Front, served: Served) -> list[Request]:
+    """Return a job's requests; errors name the client's fields."""
+    limits = front.facts.limits
+    try:
+        return parse.tokenize(job, front.tokenizer, limits.context_length, limits.longest_prompt, served.formats)
+    except RequestError as error:
+        raise parse.in_clients_words(error, job.names) from None
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

@@ -150,6 +150,67 @@ def test_openai_parses_responses_and_gets_the_call_that_it_requires(caller: Runn
         assert caught.value.param == field
 
 
+def test_openai_calls_a_tool_although_it_wants_an_answer_of_a_type(caller: Running) -> None:
+    """The reply is one or the other, as the seed has it; neither is invented."""
+    schema = {"type": "object", "properties": {"zone": {"enum": ["UTC", "CET"]}}, "required": ["zone"]}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "Zone", "schema": schema}}
+    wish: dict[str, Any] = {"model": "any", "messages": [ASK], "tools": [ADD], "response_format": form,
+                            "max_tokens": 60}  # fmt: skip
+    made = set()
+    for seed in range(12):
+        message = client(caller).chat.completions.create(**wish, seed=seed).choices[0].message
+        if message.tool_calls:
+            assert json.loads(message.tool_calls[0].function.arguments).keys() == {"a"}
+        else:
+            assert json.loads(message.content)["zone"] in ("UTC", "CET")
+        made.add(bool(message.tool_calls))
+    assert made == {False, True}
+
+
+def test_anthropic_runs_a_loop_of_tools_streamed_and_whole(caller: Running) -> None:
+    anthropic = pytest.importorskip("anthropic")
+    api = anthropic.Anthropic(base_url=f"http://127.0.0.1:{caller.port}", api_key="None", max_retries=0)
+    tool = {"name": "add", "description": "Add one.", "input_schema": ADD["function"]["parameters"]}
+    turns: list[dict[str, Any]] = [dict(ASK)]
+    wish: dict[str, Any] = {"model": "any", "max_tokens": 200, "tools": [tool], "extra_body": {"temperature": 0},
+                            "thinking": {"type": "adaptive"}}  # fmt: skip
+    for stream in (False, True):
+        if stream:
+            caller.ok("/flush_cache")
+            with api.messages.stream(**wish, messages=turns) as events:
+                kinds = [event.type for event in events]
+                answer = events.get_final_message()
+            assert kinds.count("input_json") > 2 and "thinking" in kinds
+        else:
+            answer = api.messages.create(**wish, messages=turns)
+        thought, call = answer.content
+        assert (thought.type, thought.thinking, answer.stop_reason) == ("thinking", THOUGHT, "tool_use")
+        assert (call.type, call.name, call.input) == ("tool_use", "add", {"a": 1}) and thought.signature
+        blocks = [block.model_dump(exclude_none=True) for block in answer.content]
+        turns.append({"role": "assistant", "content": blocks})
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": "2"}
+        turns.append({"role": "user", "content": [result, {"type": "text", "text": ASK["content"]}]})
+    answer = api.messages.create(**wish, messages=turns, tool_choice={"type": "none"})
+    assert [block.type for block in answer.content] == ["thinking", "text"] and answer.content[1].text == CALL
+
+
+def test_a_call_that_the_limit_cut_is_taken_back_by_every_dialect(caller: Running) -> None:
+    """What the server gave it takes, however broken the arguments are."""
+    api, body = client(caller), {"messages": [ASK], "tools": [ADD], "temperature": 0}
+    for most in range(8, 40):  # until the arguments have begun
+        message = caller.ok("/v1/chat/completions", {**body, "max_tokens": most})["choices"][0]["message"]
+        if message["tool_calls"]:
+            break
+    assert not message["tool_calls"][0]["function"]["arguments"].endswith("}")
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": None}
+    caller.ok("/v1/chat/completions", {**body, "messages": [ASK, message, result, ASK]})
+    tool: Any = {"type": "function", **ADD["function"], "strict": False}
+    cut = api.responses.create(model="any", input=[ASK], tools=[tool], temperature=0, max_output_tokens=most)
+    items = [item.model_dump(exclude_none=True) for item in cut.output]
+    assert items[-1]["status"] == "incomplete" and items[-1]["type"] == "function_call"
+    api.responses.create(model="any", input=[ASK, *items, ASK], tools=[tool], max_output_tokens=5)
+
+
 @pytest.mark.parametrize("responses", [False, True], ids=["chats", "responses"])
 def test_langchain_binds_tools_and_streams_their_calls(responses: bool, caller: Running) -> None:
     langchain = pytest.importorskip("langchain_openai")

@@ -25,7 +25,7 @@ SERVED = {"enable_metrics": False}
 def test_hostile_bodies_are_refused_without_the_model_beside_a_stream_that_stays_the_same(
     served: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert sum(path == "/v1/responses" for path, _ in HOSTILE) >= 30
+    assert all(sum(path == where for path, _ in HOSTILE) >= 30 for where in ("/v1/responses", "/v1/messages"))
     assert len(HOSTILE) >= 150 and len({json.dumps(body, default=str) for _, body in HOSTILE}) >= 150
     expected = served.ok("/generate", STREAM)["text"]
     submitted, streams = [], []
@@ -40,7 +40,8 @@ def test_hostile_bodies_are_refused_without_the_model_beside_a_stream_that_stays
                 stream = pool.submit(served.stream, "/generate", STREAM)
             status, answer, headers = served.call(path, body)
             assert 400 <= status < 500, (path, str(body)[:300], answer)
-            assert set(answer["error"]) == {"message", "type", "param", "code"} and headers["x-request-id"]
+            theirs = {"message", "type"} if path.startswith("/v1/messages") else {"message", "type", "param", "code"}
+            assert set(answer["error"]) == theirs and headers["x-request-id"]
             assert 0 < len(answer["error"]["message"]) <= 2000
         streams.append(stream.result()[0])
     assert [events[-2]["text"] for events in streams] == [expected] * len(streams)

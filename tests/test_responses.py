@@ -119,6 +119,64 @@ def test_a_choice_of_tools_is_that_of_the_chat() -> None:
     assert job(tools=TOOLS, tool_choice="required", **form).params[0].grammar is None
 
 
+SPACE = {"type": "namespace", "name": "mcp__files", "description": "Files.", "tools": [
+    {"type": "function", "name": "read", "parameters": {"type": "object"}}]}  # fmt: skip
+PATCH = {"type": "custom", "name": "patch", "description": "of files", "format": {"type": "text"}}
+
+
+def test_what_codex_sends_is_taken(caplog: pytest.LogCaptureFixture) -> None:
+    """Its tools, the items that it hands back, and what is left out of both."""
+    parse.leave_out.cache_clear()
+    left_out = [{"type": kind} for kind in ("web_search", "image_generation", "local_shell", "web_search")]
+    read = {"type": "function_call", "call_id": "c1", "namespace": "mcp__files", "name": "read", "arguments": '{"p'}
+    image = {"type": "input_image", "image_url": "data:x"}
+    asked = job([
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "D"}, image]},
+        {"type": "additional_tools", "role": "developer", "tools": [PATCH]}, USER, read,
+        {"type": "web_search_call", "id": "ws_1", "status": "completed"}, {**RESULT, "output": [image]},
+        {"type": "custom_tool_call", "call_id": "c2", "name": "patch", "input": "*** Begin"},
+        {"type": "custom_tool_call_output", "call_id": "c2", "output": "done"},
+        {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+    ], tools=[*TOOLS, SPACE, *left_out], tool_choice="auto", client_metadata={"a": "b"}, reasoning=None)  # fmt: skip
+    assert [tool["function"]["name"] for tool in asked.wish.tools] == ["weather", "clock", "mcp__files__read", "patch"]
+    assert asked.wish.tools[3]["function"]["parameters"]["required"] == ["input"]
+    made = [call["function"] for turn in asked.prompts[0] for call in turn.get("tool_calls", ())]
+    assert made == [{"name": "mcp__files__read", "arguments": {"arguments": '{"p'}},
+                    {"name": "patch", "arguments": {"input": "*** Begin"}}]  # fmt: skip
+    contents = [turn["content"] for turn in asked.prompts[0]]
+    assert contents == ["D\n[image left out]", "hi", "", "[image left out]", "", "done", "No."]
+    kinds = [record.getMessage().rpartition(": ")[2] for record in caplog.records]
+    kinds_of = ["image", "web_search", "image_generation", "local_shell", "web_search_call"]
+    assert sorted(kinds) == sorted(map(repr, kinds_of))
+    pair = {"type": "function", "namespace": "mcp__files", "name": "read"}
+    assert job(tools=[SPACE], tool_choice=pair).wish.only == "mcp__files__read"
+    assert job(tools=[PATCH], tool_choice={"type": "custom", "name": "patch"}).wish.only == "patch"
+    twice = {"type": "function", "name": "mcp__files__read"}
+    assert "names of their own" in refusal(tools=[SPACE, twice]).message
+    assert job("", max_output_tokens=1).prompts == job([], max_output_tokens=1).prompts == [[{**USER, "content": ""}]]
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_call_has_its_client_s_names_and_a_custom_one_its_text(cut: bool) -> None:
+    for name, arguments, kind, told in (
+        ("mcp__files__read", '{"path": "a"}', "function_call", {"namespace": "mcp__files", "name": "read"}),
+        ("patch", '{"input": "a\\n\\"b"}', "custom_tool_call", {"name": "patch", "input": 'a\n"b'}),
+    ):  # fmt: skip
+        text = f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+        finish, status = ("length", "incomplete") if cut else ("stop", "completed")
+        text = text[: text.rindex('"}')] if cut else text
+        for pieces in cuts(text):
+            events = streamed(pieces, finish, tools=[SPACE, PATCH])
+            (item,) = events[-1]["response"]["output"]
+            shown = {k: v for k, v in told.items() if not cut or k != "input"}
+            assert (item["type"], item["status"]) == (kind, status) and shown.items() <= item.items()
+            assert item.get("arguments", arguments).startswith(arguments[: -2 if cut else None])
+            if kind == "custom_tool_call":
+                assert told["input"].startswith(item["input"]) and item["input"].startswith("a")
+                deltas = [event["delta"] for event in events if event["type"].endswith("input.delta")]
+                assert deltas == [item["input"]]
+
+
 def test_what_the_model_is_shown_is_what_a_chat_shows() -> None:
     hermes = templated(NAMED["hermes"].source)
     made = {"role": "assistant", "content": None, "tool_calls": [WEATHER_CALL]}
@@ -133,17 +191,21 @@ def test_what_the_model_is_shown_is_what_a_chat_shows() -> None:
     ({"conversation": "conv_1"}, "conversation", "nothing is stored"),
     ({"background": True}, "background", "nothing is stored"),
     ({"prompt": {"id": "p"}}, "prompt", "a prompt is text"),
-    ({"truncation": "auto"}, "truncation", '"disabled" passes'),
+    ({"truncation": "all"}, "truncation", "must be 'disabled' or 'auto'"),
     ({"include": ["file_search_call.results"]}, "include", "include[0] must be 'reasoning.encrypted_content'"),
     ({"include": ["message.output_text.logprobs"]}, "include", "got 'message.output_text.logprobs'"),
     ({"top_logprobs": 3}, "top_logprobs", "responses have none"),
     ({"n": 2}, "n", "n is not supported"),
-    ({"tools": [{"type": "web_search"}]}, "tools", "tools[0].type must be 'function', got 'web_search'"),
+    ({"tools": [{"name": "web_search"}]}, "tools", "tools[0] must be a tool, got"),
+    ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "no tools"),
+    ({"tools": TOOLS, "tool_choice": {"type": "web_search"}}, "tool_choice", "an object of type function"),
+    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [{"type": "web_search"}]}},
+     "tool_choice", "no tools"),
     ({"tools": [CLOCK]}, "tools", "tools[0].name is required"),
     ({"tools": TOOLS[:1] * 2}, "tools", "names of their own"),
     ({"tool_choice": "required"}, "tool_choice", "no tools"),
     ({"tool_choice": {"type": "function", "name": "messages"}, "tools": TOOLS}, "tool_choice", "got 'messages'"),
-    ({"tool_choice": {"type": "mcp"}}, "tool_choice", "an object of type function or allowed_tools"),
+    ({"tool_choice": {"type": "mcp"}}, "tool_choice", "an object of type function, custom or allowed_tools"),
     ({"tool_choice": {"type": "function", "name": "x"}, "tools": TOOLS}, "tool_choice", "one of the tools, got 'x'"),
     ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "x"}]}},
      "tool_choice", "got 'x'"),
@@ -153,16 +215,13 @@ def test_what_the_model_is_shown_is_what_a_chat_shows() -> None:
     ({"text": {"format": {"type": "json_object"}}, "regex": "a"}, "text.format", "regex, text.format may be given"),
     ({"regex": "a", "tool_choice": "required", "tools": TOOLS}, "regex",
      "regex may not be given where tool_choice asks for a call"),
-    ({"text": {"verbosity": "high"}}, "text", "text.verbosity must be 'medium'"),
     ({"metadata": {"a": 1}}, "metadata", "at most 16 texts"),
     ({"metadata": {str(i): "a" for i in range(17)}}, "metadata", "at most 16 texts"),
     ({"metadata": {"a": "x" * 513}}, "metadata", "at most 16 texts"),
     ({"given": [{"type": "item_reference", "id": "msg_1"}]}, "input", "nothing is stored, so no item can be"),
-    ({"given": [{"type": "web_search_call"}]}, "input", "input[0] must be an item of type message"),
-    ({"given": [USER, {**CALLED, "arguments": "{"}]}, "input", "input[1].arguments must be the text of a JSON object"),
-    ({"given": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input",
-     "input[0].content[0].type must be"),
-    ({"given": [THOUGHT]}, "input", "input must be a list that is not empty"),
+    ({"given": [{"type": "my_call"}]}, "input", "input[0] must be an item of type message"),
+    ({"given": [{"role": "user", "content": [{"type": "input_audio", "input_audio": "x"}]}]}, "input",
+     "input[0].content[0] must be a text part"),
     ({"given": None}, "input", "input must be text or a list of items"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_under_the_name_that_a_response_has_for_it(
@@ -200,7 +259,7 @@ def test_an_error_of_the_chat_template_names_the_input() -> None:
 
 def replying(formats: Formats = FORMATS, **more: Any) -> ResponseReply:
     """Return the reply, which has nothing yet, to a request with tools and these fields."""
-    asked = job(tools=TOOLS, **more)
+    asked = job(**{"tools": TOOLS, **more})
     request = Request(asked.rids[0], [1, 2], asked.params[0])
     return ResponseReply(asked, [request], Served("m", byte_tokenizer(256), formats=formats))
 
@@ -247,7 +306,7 @@ def check(events: list[dict[str, Any]]) -> None:
             assert event.get("text", event.get("arguments")) == grown[event["item_id"]]
         elif kind == "output_item.done":
             item = event["item"]
-            texts = [part["text"] for part in item.get("content", ())] or [item.get("arguments")]
+            texts = [part["text"] for part in item.get("content", ())] or [item.get("arguments", item.get("input"))]
             assert texts == [grown[item["id"]]] and item["status"] in ("completed", "incomplete")
 
 
@@ -428,7 +487,7 @@ def test_a_response_that_takes_too_long_ends_with_events_that_say_so(
 
 def test_errors_of_the_engine_name_the_fields_of_a_response(served: Running) -> None:
     for body, param, says in (
-        ({"input": "a", "max_output_tokens": 2000}, "max_output_tokens", "max_output_tokens"),
+        ({"input": "a", "max_output_tokens": -2}, "max_output_tokens", "max_output_tokens"),
         ({"input": "long " * 1500}, "input", "tokens"),
         ({"input": "a", "text": {"format": {"type": "json_schema", "name": "n", "schema": {"not": {}}}}},
          "text.format", "text.format cannot be used"),

@@ -98,7 +98,7 @@ def test_what_is_not_here_is_refused_by_name_and_what_asks_for_nothing_passes(na
 
 
 def test_idle_values_are_of_their_json_type() -> None:
-    for name, value in (("n", True), ("n", 1.0), ("priority", 0.0), ("tool_choice", ["auto"])):
+    for name, value in (("n", True), ("n", 1.5), ("priority", 0.0), ("tool_choice", ["auto"])):
         assert refused(chat, **{name: value}).param == name
     assert set(fields.IDLE) <= set(REFUSED)
 
@@ -107,7 +107,7 @@ def test_images_and_audio_are_refused_by_name() -> None:
     for kind in ("image_url", "input_audio", "video_url"):
         error = refused(chat, messages=[{"role": "user", "content": [{"type": kind, kind: {}}]}])
         assert error.param == "messages"
-        assert error.message == f"messages[0].content[0].type must be 'text', got '{kind}'"
+        assert error.message.startswith("messages[0].content[0] must be a part of type text") and kind in error.message
 
 
 def test_best_of_is_n() -> None:
@@ -223,6 +223,38 @@ def test_fields_that_ask_for_nothing_pass_and_unknown_ones_are_ignored() -> None
     assert generate(sampling_params={"n": 1, "regex": None, "json_schema": None, "max_new_tokens": None})
 
 
+def test_whole_numbers_are_integers_and_zero_likeliest_tokens_are_all() -> None:
+    asked = chat(max_tokens=4.0, seed=3.0, top_k=0, n=2.0, stop_token_ids=[5.0, 6], logprobs=True, top_logprobs=2.0)
+    assert (asked.params[0].max_new_tokens, asked.params[0].top_k, asked.n) == (4, -1, 2)
+    assert asked.params[0].stop_token_ids == (5, 6) and asked.params[0].logprobs.top == 2
+    assert completion([1.0, 2]).prompts == [[1, 2]] and SamplingParams(top_k=0) == SamplingParams()
+    native = generate(sampling_params={"max_new_tokens": 3.0}, return_logprob=True, logprob_start_len=0.0)
+    assert native.params[0].max_new_tokens == 3 and native.params[0].logprobs.start == 0
+    assert parse.parse_json(b'\xef\xbb\xbf{"a": 1}') == {"a": 1}
+    for wrong in ({"max_tokens": 4.5}, {"seed": "4"}, {"top_k": -2}, {"stop_token_ids": [1.5]}):
+        assert refused(chat, **wrong).param == next(iter(wrong))
+
+
+def test_values_that_ask_for_nothing_pass_and_what_constrains_acts(caplog: pytest.LogCaptureFixture) -> None:
+    for call in (chat, response):
+        call(verbosity="low", service_tier="flex", truncation="auto")
+    parse.leave_out.cache_clear()
+    response(text={"verbosity": "low"}, truncation="auto")
+    assert "nothing is cut" in caplog.text
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    asked = chat(response_format={"type": "json_object", "schema": schema}).params[0].grammar
+    assert (asked.kind, json.loads(asked.text), asked.origin) == ("json_schema", schema, "response_format")
+    for call in (chat, completion, response):
+        asked = call(grammar='root ::= "a"').params[0].grammar
+        assert (asked.kind, asked.text, asked.origin) == ("ebnf", 'root ::= "a"', "grammar")
+    told = lambda **wish: chat(**wish).chat["template_kwargs"]  # noqa: E731
+    for wish, thinks in (({"thinking": {"type": "disabled"}}, False), ({"thinking": {"type": "enabled"}}, True),
+                         ({"enable_thinking": False}, False), ({"enable_thinking": True}, True)):  # fmt: skip
+        assert told(**wish) == {"enable_thinking": thinks}
+    for name in ("format", "guided_decoding"):
+        assert refused(chat, **{name: {"type": "json"}}).param == name
+
+
 def test_a_line_of_its_own_switches_a_refused_field_on() -> None:
     class Later(fields.Chat):
         priority: fields.Integer = fields.does("who comes first")
@@ -285,7 +317,7 @@ def test_model_defaults_fill_what_the_request_leaves_out(tmp_path: Path) -> None
     "messages",
     [
         None, [], "hi", [3], [{}], [{"role": "user"}], [{"role": "user", "content": None}], [{"content": "x"}],
-        [{"role": "pirate", "content": "x"}], [{"role": "user", "content": 3}], [{"role": "user", "content": []}],
+        [{"role": "pirate", "content": "x"}], [{"role": "user", "content": 3}], [{"role": "user", "content": [3]}],
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}],
         [{"role": "user", "content": [{"type": "text"}]}], [{"role": ["user"], "content": "x"}],
     ],
@@ -312,6 +344,8 @@ def test_a_prompt_is_cut_at_its_beginning(keep: int, left: list[int]) -> None:
     job = completion(list(range(10)), truncate_prompt_tokens=keep, max_tokens=6)
     for wish in (job, parse.parse_generate(native)):
         assert parse.tokenize(wish, None, 12)[0].prompt_ids == left
+    many = completion(list(range(10)), truncate_prompt_tokens=-1, max_tokens=32000)
+    assert parse.tokenize(many, None, 12)[0].prompt_ids == [4, 5, 6, 7, 8, 9], "the output has half of the context"
     if keep == -1:  # where trees need room, prompts end earlier
         assert parse.tokenize(job, None, 12, 4)[0].prompt_ids == [6, 7, 8, 9]
     assert refused(completion, truncate_prompt_tokens=0).param == "truncate_prompt_tokens"
@@ -381,7 +415,7 @@ def test_an_oversized_prompt_is_refused_before_the_tokenizer_sees_it() -> None:
 def test_the_default_limit_gives_way_to_the_context_and_an_explicit_one_does_not() -> None:
     ids = list(range(10))
     for job, limit in ((completion(ids), 2), (completion(ids, max_tokens=16), 16), (chat(), None)):
-        job = dataclasses.replace(job, kind="completion", prompts=[ids])
+        job = dataclasses.replace(job, dialect="completion", prompts=[ids])
         assert parse.tokenize(job, None, 12)[0].params.max_new_tokens == limit
     for wish, limit in (({}, 2), ({"max_new_tokens": 100}, 100), ({"max_new_tokens": None}, 2)):
         job = parse.parse_generate({"input_ids": ids, "sampling_params": wish})

@@ -34,10 +34,19 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from minispec.config import Config
 from minispec.replicas.workers import Replicas
+from minispec.request import Request, RequestError, SamplingParams
 from minispec.serve import fields, parse, streams
-from minispec.server import Build, Server, build_llm
+from minispec.serve.messages import parse_message
+from minispec.serve.responses import parse_response
+from minispec.server import Build, Server, _prepare, build_llm
 
 PIECES = "Once upon a time 😀 there was 中 文 语 한 🎉 é ü ∑ good people who lived by some river near".split(" ")
+PARSERS: dict[str, Callable[[dict[str, Any]], parse.Job]] = {
+    "/v1/completions": lambda body: parse.parse_completion(body, {}), "/generate": parse.parse_generate,
+    "/v1/chat/completions": lambda body: parse.parse_chat(body, {}),
+    "/v1/messages": lambda body: parse_message(body, {}),
+    "/v1/responses": lambda body: parse_response(body, {}),
+}  # fmt: skip
 LONG = {"max_new_tokens": 900, "temperature": 0, "ignore_eos": True}
 
 
@@ -367,7 +376,7 @@ def test_every_path_is_described_and_takes_its_example(served: Running) -> None:
             assert status == 200, (path, answer)
             for required in described["components"]["schemas"][name].get("required", ()):
                 status, answer, _ = served.call(where, {k: v for k, v in example.items() if k != required})
-                assert (status, answer["error"]["param"]) == (400, required)
+                assert status == 400 and f"{required} is required" in answer["error"]["message"]
     status, answer, _ = served.call("/v1/embeddings", {"model": "default", "input": "hi"})
     assert status == 404 and "/v1/embeddings" in answer["error"]["message"]
     named = re.findall(r"/[\w/.]+", answer["error"]["message"])
@@ -568,15 +577,60 @@ def test_no_field_of_a_wrong_type_gets_past_the_server_or_hurts_it(served: Runni
 
 def test_errors_of_the_engine_name_the_client_s_own_field(served: Running) -> None:
     for path, body, param in (
-        ("/v1/chat/completions", chat(max_tokens=None, max_completion_tokens=2000), "max_completion_tokens"),
-        ("/v1/completions", {"prompt": "a", "max_tokens": 2000}, "max_tokens"),
-        ("/generate", native(max_new_tokens=2000), "max_new_tokens"),
+        ("/v1/chat/completions", chat(max_tokens=None, max_completion_tokens=-2), "max_completion_tokens"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": -2}, "max_tokens"),
+        ("/generate", native(max_new_tokens=-2), "max_new_tokens"),
         ("/generate", {"input_ids": [5] * 2000}, "input_ids"), ("/generate", {"text": "a " * 2000}, "text"),
         ("/v1/chat/completions", chat("a " * 2000), "messages"),
     ):  # fmt: skip
         status, answer, _ = served.call(path, body)
         assert (status, answer["error"]["param"]) == (400, param), answer
         assert param in answer["error"]["message"] or param in ("input_ids", "text", "messages")
+
+
+def test_a_limit_beyond_the_context_is_clamped_unless_the_server_is_strict(
+    served: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = [500] * (served.ok("/server_info")["max_req_input_len"] - 3)
+    bodies = {
+        "/v1/completions": ({"prompt": prompt, "max_tokens": 32000}, "max_tokens"),
+        "/generate": ({"input_ids": prompt, "sampling_params": {"max_new_tokens": 32000}}, "max_new_tokens"),
+        "/v1/chat/completions": (chat(max_tokens=32000, stream=False), "max_tokens"),
+        "/v1/responses": ({"input": "a", "max_output_tokens": 32000}, "max_output_tokens"),
+        "/v1/messages": ({"messages": chat()["messages"], "max_tokens": 32000}, "max_tokens"),
+    }  # fmt: skip
+    limits = served.server.engine.front.facts.limits
+    with caplog.at_level("INFO", "minispec"):
+        for path, (body, _) in list(bodies.items())[:2]:
+            assert served.call(path, {**body, "ignore_eos": True} if "prompt" in body else body)[0] == 200
+    assert "max_new_tokens is 4, as the context has no room for 32000" in caplog.text
+    front = served.server.engine.front
+    strict = front._replace(facts=front.facts._replace(limits=limits._replace(strict=True)))
+    for path, (body, field) in bodies.items():
+        with pytest.raises(RequestError) as caught:
+            _prepare(PARSERS[path](body), strict, served.server._served)
+        assert (caught.value.param, caught.value.code) == (field, "context_length_exceeded")
+        assert field in caught.value.message
+
+
+def test_the_sentence_about_a_prompt_that_does_not_fit_has_both_counts(served: Running) -> None:
+    """Agents look for these words to shorten their conversations; where the pool is the limit, it says so."""
+    for path, body in (("/v1/completions", {"prompt": [5] * 1100}), ("/generate", {"input_ids": [5] * 1100}),
+                       ("/v1/responses", {"input": "a " * 1100}), ("/v1/chat/completions", chat("a " * 1100))):
+        status, answer, _ = served.call(path, body)
+        assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+        said = re.search(r"\((\d+) tokens\) is longer than the model's context length \(1024 tokens\)",
+                         answer["error"]["message"])  # fmt: skip
+        assert said and int(said[1]) >= 1100
+    limits = served.server.engine.front.facts.limits._replace(context_length=2048, pool_rows=1024)
+    with pytest.raises(RequestError, match=r"\(1500 tokens\) is longer than the KV pool can hold"):
+        limits.check(Request("r", [5] * 1500, SamplingParams()))
+
+
+def test_props_and_ping_are_what_clients_of_llama_cpp_look_for(served: Running) -> None:
+    told = served.ok("/props")
+    assert told["default_generation_settings"]["n_ctx"] == 1024 and told["total_slots"] == 4
+    assert "<|im_start|>" in told["chat_template"] and served.ok("/ping")["status"] == "ready"
 
 
 def test_a_prompt_that_leaves_no_room_for_the_default_limit_is_still_answered(served: Running) -> None:

@@ -14,11 +14,11 @@ from minispec.load.chat_templates import NAMED, WITH_TOOLS
 from minispec.load.reply_formats import CALLS, THOUGHTS, calls_of
 from minispec.load.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from minispec.output import Output, overlap
-from minispec.request import Finish, Request, SamplingParams, Update
+from minispec.request import Finish, Grammar, Request, RequestError, SamplingParams, Update
 from minispec.serve import parse
 from minispec.serve.message import Formats, Message, Thoughts, Wish
 from minispec.serve.reply import Reply, Served
-from minispec.serve.tools import constraint
+from minispec.serve.tools import call_or_form, constraint
 
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "of a place", "parameters": {
     "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}  # fmt: skip
@@ -263,11 +263,7 @@ def test_earlier_calls_and_their_results_reach_the_template_arguments_as_objects
     prompt = prompt_of(chat(messages=messages, tools=[WEATHER, CLOCK]), templated(NAMED[name].source))
     assert f'{{"name": "weather", "{key}": {{"city": "Bern"}}}}' in prompt
     assert f'{{"name": "clock", "{key}": {{}}}}' in prompt and "sunny" in prompt and "noon" in prompt
-    for wrong in ("[1]", "{", "7", '{"a": NaN}'):
-        made["function"]["arguments"] = wrong
-        error = refused(lambda: chat(messages=messages))
-        assert error.param == "messages" and "messages[1].tool_calls[0].function.arguments" in error.message
-    for calls in ([{}], [{"function": {}}], [{"function": {"name": "f", "arguments": 7}}], 3, [made] * 200):
+    for calls in ([{}], [{"function": {}}], 3, [made] * 200):
         wrong = [{"role": "assistant", "tool_calls": calls}]
         assert refused(lambda wrong=wrong: chat(messages=wrong)).param == "messages"
 
@@ -421,6 +417,108 @@ def test_the_grammar_of_calls_takes_what_the_parser_reads_and_nothing_else(
             message = Message(Wish(tools=tuple(tools)), Formats(CALLS[form]))
             read([text], message)
             assert message.called and message.whole()["content"] is None
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama3"])
+def test_a_reply_with_tools_and_a_format_is_a_call_or_of_the_format(form: str) -> None:
+    """Whatever the format is asked for with; where calls are JSON without tags, both are one schema."""
+    llguidance = pytest.importorskip("llguidance")
+    from minispec.asked.grammar import Grammars
+
+    grammars, tokenizer = Grammars(byte_tokenizer(257).backend, 257, [256]), llguidance.LLTokenizer("byte")
+    place = {"type": "object", "properties": {"city": {"$ref": "#/$defs/City"}}, "required": ["city"],
+             "$defs": {"City": {"enum": ["Bern"]}}}  # fmt: skip
+    tools = [{"function": {"name": "weather", "parameters": place}}, CLOCK]
+    key, (begin, end) = CALLS[form].arguments, CALLS[form].spelled
+    calls = [begin + json.dumps({"name": "weather", key: {"city": "Bern"}}) + end,
+             begin + json.dumps({"name": "clock", key: {}}) + end]  # fmt: skip
+    answer = {"type": "object", "properties": {"nation": {"$ref": "#/$defs/N"}}, "required": ["nation"],
+              "$defs": {"N": {"enum": ["CH"]}}}  # fmt: skip
+    for asked, right in ((Grammar("json_schema", json.dumps(answer)), '{"nation": "CH"}'),
+                         (Grammar("json_schema", '{"type": "object"}'), '{"name": 3}'),
+                         (Grammar("regex", "a/b+"), "a/bb"),
+                         (Grammar("lark", 'start: CHOICE\nCHOICE: "UTC" | "CET"'), "CET"),
+                         (Grammar("ebnf", 'root ::= "x" [0-9]+'), "x12")):  # fmt: skip
+        source = grammars._source(call_or_form(tools, CALLS[form], asked))
+        for text, fits in [(right, True), *((call, True) for call in calls), ("No.", False),
+                           (calls[0].replace("Bern", "Rome"), asked.text == '{"type": "object"}' and form == "llama3"),
+                           (calls[0].replace("weather", "rain"), asked.text == '{"type": "object"}' and not begin)]:
+            matcher = llguidance.LLMatcher(tokenizer, source)
+            assert not matcher.is_error(), matcher.get_error()
+            taken = all(matcher.consume_token(byte) for byte in text.encode()) and matcher.is_accepting()
+            assert taken is fits, (asked, text)
+
+
+def test_tools_may_be_called_beside_each_field_that_constrains() -> None:
+    tokenizer, formats = templated(NAMED["hermes"].source), Formats(CALLS["hermes"])
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    for wish in ({"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}, {"regex": "a"},
+                 {"ebnf": 'root ::= "a"'}, {"json_schema": json.dumps(schema)}, {"guided_choice": ["a"]}):  # fmt: skip
+        (request,) = parse.tokenize(chat(tools=[WEATHER], **wish), tokenizer, 10**6, formats=formats)
+        assert "<tool_call>" in request.params.grammar.calls
+        hidden = chat(tools=[WEATHER], tool_choice="none", **wish)
+        assert not parse.tokenize(hidden, tokenizer, 10**6, formats=formats)[0].params.grammar.calls
+
+
+def test_arguments_that_are_no_object_reach_templates_that_print_them_and_templates_that_walk_them() -> None:
+    printed = "{% for c in messages[1].tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}"
+    walked = (">{% for c in messages[1].tool_calls %}{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }};"
+              "{% endfor %}{% endfor %}")  # fmt: skip
+    for given, told in (('{"city": "Rome"}', {"city": "Rome"}), ({"city": 4}, {"city": 4}), ("", {}), (" null", {}),
+                        (None, {}), ('{"city', {"arguments": '{"city'}), ("[]", {"arguments": "[]"}),
+                        ('"Rome"', {"arguments": '"Rome"'}), ('{"a": NaN}', {"arguments": '{"a": NaN}'}),
+                        ([1], {"arguments": "[1]"}), (7, {"arguments": "7"}), ("{" * 99, {"arguments": "{" * 99})):
+        made = {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": given}}]}
+        asked = chat(messages=[{"role": "user", "content": "hi"}, made])
+        assert prompt_of(asked, templated(printed)) == json.dumps(told)
+        assert prompt_of(asked, templated(walked)) == ">" + "".join(f"{k}={v};" for k, v in told.items())
+
+
+def test_roles_are_those_that_the_template_knows() -> None:
+    turns = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
+    knows = "{% if messages[0].role == 'developer' %}!{% endif %}" + turns
+    strict = ("{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('no') }}"
+              "{% endif %}[{{ m.role }}:{{ m.content }}]{% endfor %}")  # fmt: skip
+    drops = ("{% for m in messages %}{% if m.role != 'system' or loop.first %}[{{ m.role }}:{{ m.content }}]{% endif %}"
+             "{% endfor %}")  # fmt: skip
+    none = ("{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+            "[{{ m.role }}:{{ m.content }}]{% endfor %}")  # fmt: skip
+    messages = [{"role": "developer", "content": "D"}, {"role": "user", "content": "u"},
+                {"role": "system", "content": " S"}, {"role": "function", "name": "f"}]  # fmt: skip
+    for template, told in (
+        (turns, "[system:D][user:u][system: S][tool:]"), (knows, "![developer:D][user:u][system: S][tool:]"),
+        (strict, "[system:D\n\n S][user:u][tool:]"), (drops, "[system:D\n\n S][user:u][tool:]"),
+        (none, "[user:D\n\n S\n\nu][tool:]"),
+    ):  # fmt: skip
+        assert prompt_of(chat(messages=messages), templated(template)) == told
+    with pytest.raises(RequestError, match="never"):
+        prompt_of(chat(messages=messages), templated("{{ raise_exception('never') }}"))
+
+
+def test_contents_that_say_nothing_pass_and_reasoning_reaches_the_templates_that_read_it() -> None:
+    for message, told in (
+        ({"role": "assistant", "content": None}, {"content": ""}), ({"role": "tool"}, {"content": ""}),
+        ({"role": "user", "content": []}, {"content": ""}), ({"role": "assistant"}, {"content": ""}),
+        ({"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}, {"content": "No."}),
+        ({"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm"}, {"type": "text", "text": "So."}]},
+         {"content": "So.", "reasoning_content": "Hm"}),
+        ({"role": "assistant", "content": "So.", "reasoning": "Hm"}, {"content": "So.", "reasoning_content": "Hm"}),
+    ):  # fmt: skip
+        assert chat(messages=[message]).prompts == [[{"role": message["role"], **told}]]
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        template = templated("{{ messages[0]." + name + " }}")
+        assert prompt_of(chat(messages=[message]), template) == "Hm"
+    for wrong in ({"role": "user"}, {"role": "system", "content": None}):
+        assert refused(chat, messages=[wrong]).param == "messages"
+
+
+def test_allowed_tools_hide_the_others_in_a_chat() -> None:
+    named = {"type": "function", "function": {"name": "clock"}}
+    for mode, must in (("auto", False), ("required", True)):
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named]}}
+        wish = chat(tools=[WEATHER, CLOCK], tool_choice=choice).wish
+        assert (wish.tools, wish.must) == ((CLOCK,), must)
+    assert refused(chat, tools=[WEATHER], tool_choice=choice).param == "tool_choice"
 
 
 def test_a_call_that_must_be_made_is_asked_for_by_one_grammar() -> None:

@@ -129,6 +129,15 @@ class Grammars:
 
     def _source(self, grammar: Grammar) -> str:
         """Return a grammar in llguidance's own form; ValueError if it is not valid."""
+        if not grammar.calls:
+            return self._form(grammar)
+        form = self._form(grammar)
+        given = json.loads(form)["grammars"] if form.startswith("{") else [{"lark_grammar": form}]
+        calls = close_embedded(grammar.calls).replace("start:", "start: calls | @form\ncalls:", 1)
+        return json.dumps({"grammars": [{"lark_grammar": calls}, {**given[0], "name": "form"}, *given[1:]]})
+
+    def _form(self, grammar: Grammar) -> str:
+        """Return the same of a grammar without what may stand instead."""
         from llguidance import LLMatcher
 
         text = grammar.text

@@ -8,7 +8,7 @@ Read next: `chat_templates.py` for the templates that go by a name, `tokenizer.p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from minispec.request import RequestError, short
 
 ADDITIONAL = "additional_chat_templates"  # a folder of further templates, named as their files
 PROBE = "a text that no template has of its own"
+SYSTEM = ("system", "developer")  # roles
 CONTINUE_TAG = "<continue-here-1f0c> "  # the space shows whether the template strips the content
 
 Template = str | Mapping[str, str] | None  # one template, or several by name
@@ -34,7 +35,7 @@ class ChatTemplates:
         """`named_tokens`: those that templates may use, like `bos_token`."""
         sources = {"default": template} if isinstance(template, str) else dict(template or {})
         self._templates = {name: _compile(source) for name, source in sources.items()}
-        self._named_tokens = dict(named_tokens)
+        self._sources, self._named_tokens = sources, dict(named_tokens)
         self._walkers = {name for name, one in self._templates.items() if _walks_parts(one, named_tokens)}
         with_tools = sources.get("tool_use", sources.get("default"))
         uses = with_tools is not None and "tools" in find_undeclared_variables(
@@ -58,26 +59,60 @@ class ChatTemplates:
         Raises RequestError if there is no template, or if the template raises an error.
         """
         kwargs = dict(template_kwargs or {})
-        name = "tool_use" if kwargs.get("tools") and "tool_use" in self._templates else "default"
-        template = self._templates.get(name)
+        which = "tool_use" if kwargs.get("tools") and "tool_use" in self._templates else "default"
+        template, source = self._templates.get(which), self._sources.get(which, "")
         if template is None:
             raise RequestError(
                 "this model has no chat template; start the server with --chat-template FILE, or use /v1/completions",
                 "messages",
             )
-        plain = [dict(message) for message in messages]
+        plain = [_known(message, source) for message in messages]
         if continue_final_message:
             plain[-1]["content"] += CONTINUE_TAG
-        for message in plain if name in self._walkers else ():
-            if isinstance(text := message.get("content"), str):
-                message["content"] = _as_parts(text)
-        variables = {"tools": None, "documents": None, **self._named_tokens, **kwargs}
-        try:
-            prompt = template.render(variables | {"messages": plain, "add_generation_prompt": add_generation_prompt})
-        except Exception as error:  # a template is a program by the model's author and may raise whatever it likes
-            raise RequestError(f"the chat template cannot render these messages: {error}", "messages") from error
+        variables = {"tools": None, "documents": None, **self._named_tokens, **kwargs,
+                     "add_generation_prompt": add_generation_prompt}  # fmt: skip
+        prompts, failed = list[str](), None
+        for turns in _arrangements(plain):
+            if which in self._walkers:
+                turns = [{**turn, "content": _as_parts(turn["content"])} for turn in turns]
+            try:
+                prompts.append(template.render(variables | {"messages": turns}))
+            except Exception as error:  # a template is a program by the model's author and may raise whatever it likes
+                failed = failed or error
+                continue
+            if all(m["content"].strip() in prompts[-1] for m in plain if m["role"] in SYSTEM):
+                prompts = prompts[-1:]
+                break
+        if not prompts:
+            raise RequestError(f"the chat template cannot render these messages: {failed}", "messages") from failed
+        prompt = prompts[0]
         check_unicode(prompt, "messages")
         return _cut_at_tag(prompt) if continue_final_message else prompt
+
+
+def _known(message: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return a message as the template with this source knows it: its roles, and what it calls reasoning."""
+    known = dict(message)
+    if known["role"] == "developer" and "developer" not in source:
+        known["role"] = "system"
+    for name in ("reasoning", "thinking"):
+        if "reasoning_content" in known and f".{name}" in source:
+            known[name] = known["reasoning_content"]
+    return known
+
+
+def _arrangements(turns: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Yield a conversation as it is, then with its system messages as one at the beginning, then within the first turn.
+
+    Templates that know one system message, or none, raise an error for the others or leave them out.
+    """
+    yield turns
+    system = "\n\n".join(turn["content"] for turn in turns if turn["role"] in SYSTEM)
+    others = [turn for turn in turns if turn["role"] not in SYSTEM]
+    if system:
+        yield [{"role": "system", "content": system}, *others]
+    if system and others:
+        yield [{**others[0], "content": f"{system}\n\n{others[0]['content']}"}, *others[1:]]
 
 
 # ---- templates -------------------------------------------------------------------------------------------------------

@@ -17,11 +17,12 @@ import json
 import logging
 import operator
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -42,10 +43,14 @@ log = logging.getLogger(__name__)
 MAX_BATCH = 128  # prompts in one HTTP request
 MAX_CHOICES = 16  # for one prompt
 MAX_MESSAGES = 2**14  # in one chat; each costs a template some tokens
+MAX_PARTS = 2**10  # of a message
 MAX_RID = 256  # characters
 MAX_TOOLS = 128  # offered in a request, or called in a message
 
 TEMPLATE = "handed to the chat template"
+VARIABLES = "handed to the chat template: at most 16 plain values"
+CHOICE = ("none hides the tools; auto, the default, leaves it to the model; required, or a function by name, "
+          "constrains the answer to calls; of allowed_tools the others are hidden")  # fmt: skip
 
 T = TypeVar("T")
 
@@ -59,7 +64,7 @@ def told_apart(allowed: str, **members: Any) -> Any:
     (and all that is none of these), `texts`, `rows` (of lists), `objects`. `allowed` completes "must be" for anything
     else.
     """
-    scalars: dict[type, str] = {str: "text", dict: "object", bool: "flag", int: "number"}
+    scalars: dict[type, str] = {str: "text", dict: "object", bool: "flag", int: "number", float: "number"}
     lists: dict[type, str] = {str: "texts", list: "rows", dict: "objects"}
     of_empty = next((name for name in members if name not in scalars.values()), "")
 
@@ -75,15 +80,43 @@ def told_apart(allowed: str, **members: Any) -> Any:
     return Annotated[union, Discriminator(tag, custom_error_type="allowed", custom_error_message=allowed)]
 
 
-def of_type(allowed: str, kinds: Mapping[str, type[BaseModel]], default: str = "") -> Any:
-    """Return the union of objects told apart by their `type`, `default` without one; `allowed` as in `told_apart`."""
+def of_type(allowed: str, *kinds: Any, other: Any = None) -> Any:
+    """Return the union of the models `kinds`, told apart by their `type`, a literal; `allowed` as in `told_apart`.
+
+    An object without a type is of the kind whose type may be None; one whose type no kind has is an `other`.
+    """
+    tags: dict[Any, str] = {
+        name: f"<{kind.__name__}>" for kind in kinds for name in _literals(kind.model_fields["type"].annotation)
+    }
 
     def tag(value: Any) -> str | None:
-        kind = value.get("type") or default if isinstance(value, dict) else None
-        return f"<{kind}>" if isinstance(kind, str) and kind in kinds else None
+        given = value.get("type") if isinstance(value, dict) else getattr(value, "type", 0)
+        if not isinstance(given, str | None):
+            return None
+        return tags.get(given, f"<{other.__name__}>" if other and given else None)
 
-    union = functools.reduce(operator.or_, (Annotated[kind, Tag(f"<{name}>")] for name, kind in kinds.items()))
+    tagged = [Annotated[kind, Tag(f"<{kind.__name__}>")] for kind in (*kinds, other) if kind]
+    union = functools.reduce(operator.or_, tagged)
     return Annotated[union, Discriminator(tag, custom_error_type="allowed", custom_error_message=allowed)]
+
+
+def _literals(annotation: Any) -> list[str | None]:
+    """Return the values of a literal, with None where that is allowed beside it."""
+    given = get_args(annotation)
+    return [*get_args(given[0]), None] if type(None) in given else list(given)
+
+
+def shape(name: str, base: type[BaseModel] | None = None, /, **own: Any) -> Any:
+    """Return the model `name` of a small object: a field must be there, unless its type has None."""
+    given = {field: (kind, None) if type(None) in get_args(kind) else kind for field, kind in own.items()}
+    return create_model(name, __base__=base or Fields, **cast(dict[str, Any], given))
+
+
+def _whole(value: Any) -> Any:
+    """Return 4 for 4.0, also within a list."""
+    if type(value) is list and float in set(map(type, value)):
+        return [_whole(item) for item in value]
+    return int(value) if type(value) is float and value.is_integer() else value
 
 
 def _truncation(value: int) -> int:
@@ -98,22 +131,28 @@ def _equal_to_n(value: int | None, info: ValidationInfo) -> int | None:
     return value
 
 
+Whole = Annotated[int, BeforeValidator(_whole)]
 Flag = bool | None
-Integer = int | None
+Integer = Whole | None
 Number = float | None
 Text = str | None
 Each = Annotated[list[T], Field(fail_fast=True)]
 Batch = Annotated[list[T], Field(fail_fast=True, min_length=1, max_length=MAX_BATCH)]
 Turns = Annotated[list[T], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+Items = Annotated[list[T], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+Parts = Annotated[list[T], Field(fail_fast=True, max_length=MAX_PARTS)]
 OfTools = Annotated[list[T], Field(fail_fast=True, max_length=MAX_TOOLS)]
 Filled = Annotated[str, Field(min_length=1)]
-Ids = Annotated[list[int], Field(fail_fast=True, min_length=1)]
+ToolName = Annotated[str, Field(min_length=1, max_length=128)]
+AnyIds = Annotated[list[int], Field(fail_fast=True), BeforeValidator(_whole)]
+Ids = Annotated[list[int], Field(fail_fast=True, min_length=1), BeforeValidator(_whole)]
 Rid = Annotated[str, Field(min_length=1, max_length=MAX_RID)]
+Effort = Annotated[str, Field(max_length=100)] | None
 Salt = Rid  # kept with every first page in the prefix cache
-Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
-Interval = Annotated[int, Field(ge=1)]  # tokens between two events
-Integers = told_apart("an integer or a list of integers", number=int, ids=Batch[int])
-Rows = told_apart("token ids or a list of such lists", ids=Each[int], rows=Batch[Each[int]])
+Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES), BeforeValidator(_whole)]
+Interval = Annotated[int, Field(ge=1), BeforeValidator(_whole)]  # tokens between two events
+Integers = told_apart("an integer or a list of integers", number=Whole, ids=Batch[Whole])
+Rows = told_apart("token ids or a list of such lists", ids=AnyIds, rows=Batch[AnyIds])
 # An object of any size, whose values are looked at one by one later: as a dict of numbers, a million errors.
 Biases = Annotated[dict[str, Any], WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}})]
 
@@ -137,10 +176,10 @@ REFUSED = {  # why -> fields
         functions function_call web_search_options""",
     "what constrains an output is response_format or text.format, json_schema, regex, ebnf, structural_tag": """
         response_format json_schema regex ebnf structural_tag structured_outputs guided_json guided_regex guided_choice
-        guided_grammar guided_whitespace_pattern""",
+        guided_grammar guided_whitespace_pattern grammar format guided_decoding output_format output_config""",
     "tokens are not banned by name here; logit_bias lowers single ones": "bad_words",
     "stops are ids and strings": "stop_regex repetition_detection",
-    "requests are served in the order of their arrival": "priority service_tier",
+    "requests are served in the order of their arrival": "priority service_tier speed",
     "only text goes in and out": """image_data audio_data video_data audio modalities images_config video_config
         mm_processor_kwargs media_io_kwargs mm_hashes mm_content_hashes encoder_urls use_audio_in_video
         max_dynamic_patch min_dynamic_patch image_max_dynamic_patch video_max_dynamic_patch image""",
@@ -152,14 +191,15 @@ REFUSED = {  # why -> fields
     "requests bring no code": "custom_logit_processor custom_params logits_processors vllm_xargs",
     "there are no adapters": "lora_path lora_id",
     "nothing is stored: each request has the whole conversation, which the prefix cache finds again": """store
-        previous_response_id conversation background background_options context_management session_id session_params
-        kv_hints""",
+        previous_response_id conversation background background_options session_id session_params kv_hints container
+        """,
+    "the server runs no tools": "mcp_servers",
     "reasoning has no bound but that of the answer, and whether there is any the chat template says": """
-        require_reasoning max_thinking_tokens thinking_token_budget thinking""",
+        require_reasoning max_thinking_tokens thinking_token_budget thinking enable_thinking""",
     "the answer has no such part": """return_hidden_states return_routed_experts routed_experts_start_len
         return_indexer_topk return_cached_tokens_details return_spec_tokens_details return_prompt_token_ids
         return_prompt_text return_meta_info return_input_ids_in_sglext return_output_ids_in_sglext return_bytes
-        return_token_strs watermark moderation verbosity""",
+        return_token_strs watermark moderation""",
     "the server chooses the replica, and there are no others to transfer to": """
         data_parallel_rank routed_dp_rank disagg_prefill_dp_rank bootstrap_host bootstrap_port bootstrap_room
         bootstrap_pair_key decode_tp_size kv_transfer_params token_indices_to_pool""",
@@ -169,12 +209,14 @@ REFUSED = {  # why -> fields
 IDLE: dict[str, tuple[Any, ...]] = {
     "n": (1,), "top_logprobs": (0,), "top_logprobs_num": (0,), "logprob_start_len": (-1,), "length_penalty": (1, 1.0),
     "tool_choice": ("none", "auto"), "function_call": ("none", "auto"), "response_format": ({"type": "text"},),
-    "priority": (0,), "service_tier": ("auto", "default"), "modalities": (["text"],), "truncation_side": ("left",),
-    "truncation": ("disabled",),
-    "routed_experts_start_len": (0,), "verbosity": ("medium",), "data_parallel_rank": (0,), "routed_dp_rank": (0,),
+    "priority": (0,), "service_tier": ("auto", "default", "flex", "standard_only"), "speed": ("standard",),
+    "modalities": (["text"],), "truncation_side": ("left",), "truncation": ("disabled", "auto"),
+    "routed_experts_start_len": (0,), "data_parallel_rank": (0,), "routed_dp_rank": (0,),
 }  # fmt: skip
 
 IGNORED = {  # why no answer depends on it -> fields
+    "it is a hint of which no model here knows": "verbosity",
+    "the client has the whole conversation, and cuts it itself": "context_management",
     "it is for the caller's own books": "user metadata safety_identifier custom_labels conversation_id routing_key",
     "who may ask is a matter of keys": "access_programs",
     "it bounds tools that the server would run, and there are none": "max_tool_calls",
@@ -200,6 +242,12 @@ def _refused(name: str, why: str) -> Any:
 
     return Annotated[Any, AfterValidator(check), WithJsonSchema({"enum": list(passes)})]
 
+
+# Fields that SamplingParams has under another name. In order: a later one wins.
+MEANS = {"min_tokens": "min_new_tokens", "seed": "sampling_seed", "sampling_seed": "sampling_seed",
+         "max_tokens": "max_new_tokens", "max_output_tokens": "max_new_tokens",
+         "max_completion_tokens": "max_new_tokens", "include_stop_str_in_output": "no_stop_trim",
+         "stop_sequences": "stop"}  # fmt: skip
 
 INACTIVE = {  # name -> "refused" or "ignored", and why
     name: (fate, why)
@@ -232,9 +280,10 @@ class Prompted(create_model("Inactive", __base__=Fields, **_inactive_fields(INAC
     rid: told_apart(f"a string of 1 to {MAX_RID} characters or a list of such", text=Rid, texts=Batch[Rid]) | None = (
         does("the answer's id, and what /abort_request looks for; a list for a list of prompts"))  # fmt: skip
     stream_interval: Interval | None = does("tokens between two events, in place of the server's")
-    truncate_prompt_tokens: Annotated[int, AfterValidator(_truncation)] | None = does(
-        "keep so many last tokens of the prompt; -1 as many as leave room for the tokens to generate")
-    best_of: Annotated[int | None, AfterValidator(_equal_to_n)] = does("must equal n, as nothing ranks choices")
+    truncate_prompt_tokens: Annotated[Whole, AfterValidator(_truncation)] | None = does(
+        "keep so many last tokens of the prompt; -1 as many as leave room for the tokens to generate, at most half of "
+        "the context")
+    best_of: Annotated[Integer, AfterValidator(_equal_to_n)] = does("must equal n, as nothing ranks choices")
     cache_salt: Salt | None = does(
         "share cached prefixes only with requests of this salt, and teach the NGRAM drafter nothing")
     extra_key: Salt | None = does("the same, and beside cache_salt a part of it")
@@ -245,16 +294,16 @@ class Sampling(Fields):
 
     temperature: Number = does("0 is greedy")
     top_p: Number = does("the likeliest tokens of this total probability")
-    top_k: Integer = does("so many likeliest tokens; -1 for all")
+    top_k: Integer = does("so many likeliest tokens; -1 or 0 for all")
     min_p: Number = does("tokens at least so likely, relative to the likeliest")
     frequency_penalty: Number = does("lowers tokens by how often they were generated")
     presence_penalty: Number = does("lowers tokens that were generated")
     repetition_penalty: Number = does("divides the logits of tokens seen, prompt included")
     logit_bias: Biases | None = does("token id -> number added to its logit")
-    allowed_token_ids: Each[int] | None = does("only these tokens are generated")
+    allowed_token_ids: AnyIds | None = does("only these tokens are generated")
     stop: told_apart("a string or a list of strings", text=str, texts=Each[str]) | None = does(
         "strings that end the text")
-    stop_token_ids: Each[int] | None = does("ids that end the text, besides EOS")
+    stop_token_ids: AnyIds | None = does("ids that end the text, besides EOS")
     ignore_eos: Flag = does("EOS ends nothing")
     no_stop_trim: Flag = does("leave what matched a stop in the text")
     skip_special_tokens: Flag = does("leave special tokens out of the text (the default)")
@@ -278,6 +327,7 @@ class Constrained(Fields):
     json_schema: SchemaForm | None = does(OF_SCHEMA)
     regex: Text = does(OF_REGEX)
     ebnf: Text = does(OF_GRAMMAR)
+    grammar: Text = does("the same, as llama.cpp is asked for it")
     structural_tag: TagForm | None = does(OF_TAG)
 
 
@@ -314,6 +364,7 @@ class ResponseFormat(Fields):
     type: Literal["text", "json_object", "json_schema", "structural_tag"] = Field(
         description="anything, any JSON object, JSON of a schema, or tags within text")
     json_schema: dict[str, Any] | None = does("an object with the schema under schema; strict or not, it is kept to")
+    schema_: dict[str, Any] | None = Field(None, alias="schema", description="of a json_object, as llama.cpp has it")
     structures: Each[dict[str, Any]] | None = does("of a structural tag: objects of begin, schema and end")
     triggers: Each[str] | None = does("of a structural tag: what begins the structures")
 
@@ -353,56 +404,28 @@ class OpenAI(Constrained, Guided, Prompted, Sampling):
     structured_outputs: StructuredOutputs | None = does("the same, as vLLM is asked for it")
 
 
-class TextPart(Fields):
-    """A part of a message; images and audio are refused, since only text goes in."""
+LEFT_OUT = {"image": "image", "input_image": "image", "document": "document", "input_file": "file"}  # only text goes in
+RefusalPart = shape("RefusalPart", type=Literal["refusal"], refusal=str)
+ThinkingPart = shape("ThinkingPart", type=Literal["thinking"], thinking=str)
+TextPart = shape("TextPart", type=Literal["text"], text=str)
+Part = of_type("a part of type text, refusal or thinking, since only text goes in", TextPart, RefusalPart, ThinkingPart)
+Content = told_apart("text or a list of text parts", text=str, objects=Parts[Part])
+Arguments = told_apart("a JSON object, or the text of one", text=str, object=dict[str, Any], ids=list[Any], flag=bool,
+                       number=Any)  # fmt: skip
 
-    type: Literal["text"]
-    text: str
-
-
-Content = told_apart("text or a list of text parts", text=str, objects=Batch[TextPart])
-
-
-class CalledFunction(Fields):
-    """The function of a call that was made."""
-
-    name: Filled
-    arguments: told_apart("a JSON object, or the text of one", text=str, object=dict[str, Any]) | None = None
-
-
-class ToolCall(Fields):
-    """A call that an assistant made earlier in the chat."""
-
-    id: Text = None
-    type: Literal["function"] | None = None
-    function: CalledFunction
-
-
-class Function(Fields):
-    """A function that may be called."""
-
-    name: Annotated[str, Field(min_length=1, max_length=128)]
-    description: Text = None
-    parameters: dict[str, Any] | None = None
-
-
-class Tool(Fields):
-    """A tool that may be called."""
-
-    type: Literal["function"]
-    function: Function
-
-
-class Choice(Fields):
-    """The one tool that must be called."""
-
-    class Named(Fields):
-        """Its name."""
-
-        name: Filled
-
-    type: Literal["function"]
-    function: Named
+CalledFunction = shape("CalledFunction", name=Filled, arguments=Arguments | None)
+ToolCall = shape("ToolCall", id=Text, type=Literal["function"] | None, function=CalledFunction)
+Function = shape("Function", name=ToolName, description=Text, parameters=dict[str, Any] | None)
+Tool = shape("Tool", type=Literal["function"], function=Function)
+Named = shape("Named", type=Literal["function"], function=shape("Name", name=Filled))
+CHOICES, Modes = "none, auto, required, or an object that names a function or allowed_tools", Literal[
+    "none", "auto", "required"]  # fmt: skip
+Choice = told_apart(
+    CHOICES, text=Modes,
+    object=of_type("an object of type function or allowed_tools", Named, shape(
+        "Allowed", type=Literal["allowed_tools"], allowed_tools=shape(
+            "AllowedTools", mode=Literal["auto", "required"], tools=OfTools[Named]))))  # fmt: skip
+Thinking = shape("Thinking", type=Literal["enabled", "disabled", "adaptive"], budget_tokens=Integer)
 
 
 class Prediction(Fields):
@@ -417,11 +440,12 @@ class Message(Fields):
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"] = Field(description="whose it is")
     content: Content | None = does(
-        "text, or parts joined by newlines; only the assistant's may be null, where it called tools")
+        "text, or parts joined by newlines; only those of the assistant and of tools may be null")
     name: Text = does(TEMPLATE)
     tool_calls: OfTools[ToolCall] | None = does("handed to the chat template, arguments as objects")
     tool_call_id: Text = does(TEMPLATE)
     reasoning_content: Text = does(TEMPLATE)
+    reasoning: Text = does("as reasoning_content")
 
 
 class Chat(OpenAI):
@@ -434,17 +458,16 @@ class Chat(OpenAI):
     add_generation_prompt: Flag = does("let the answer begin a new message (the default)")
     continue_final_message: Flag = does("let the answer continue the last message, the assistant's")
     tools: OfTools[Tool] | None = does("functions that may be called, shown to the model by the chat template")
-    tool_choice: told_apart(
-        "none, auto, required, or an object that names a function", text=Literal["none", "auto", "required"],
-        object=Choice) | None = does("none hides the tools; auto, the default, leaves it to the model; required, or a "
-                                     "function by name, constrains the answer to calls")  # fmt: skip
+    tool_choice: Choice | None = does(CHOICE)
     parallel_tool_calls: Flag = does("false ends the answer with its first call")
     separate_reasoning: Flag = does("false leaves reasoning in the content; it is told apart with --reasoning-parser")
     stream_reasoning: Flag = does("false sends reasoning when it is complete, in one piece")
     include_reasoning: Flag = does("false leaves reasoning out of the answer")
     prediction: Prediction | None = does("text that NGRAM drafts from, for this request alone; a hint for speed")
-    reasoning_effort: Annotated[str, Field(max_length=100)] | None = does(TEMPLATE)
-    chat_template_kwargs: dict[str, Any] | None = does("handed to the chat template: at most 16 plain values")
+    reasoning_effort: Effort = does(TEMPLATE)
+    enable_thinking: Flag = does(TEMPLATE)
+    thinking: Thinking | None = does("of type disabled or enabled, it is enable_thinking false or true")
+    chat_template_kwargs: dict[str, Any] | None = does(VARIABLES)
 
 
 def _few_texts(value: dict[str, Any]) -> dict[str, Any]:
@@ -454,76 +477,42 @@ def _few_texts(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-class ItemPart(Fields):
-    """A part of an item; images and files are refused, since only text goes in."""
+LeftOutPart = shape("LeftOutPart", type=Literal[tuple(LEFT_OUT)])
+ItemText = shape("ItemText", text=str, type=Literal[
+    "input_text", "output_text", "reasoning_text", "summary_text", "text"])  # fmt: skip
+ItemPart = of_type("a text part", ItemText, RefusalPart, LeftOutPart)
+ItemContent = told_apart("text or a list of text parts", text=str, objects=Parts[ItemPart])
+FunctionTool = shape("FunctionTool", Function, type=Literal["function"], strict=Flag)
+CustomTool = shape("CustomTool", Function, type=Literal["custom"])  # called with a text
+SpacedTool = of_type("a tool of type function or custom", FunctionTool, CustomTool)
+Namespace = shape("Namespace", type=Literal["namespace"], name=Filled, description=Text, tools=OfTools[SpacedTool])
+Unserved = shape("Unserved", type=str)  # what is left out, with a line in the log
+ItemTool = of_type("a tool", FunctionTool, CustomTool, Namespace, other=Unserved)
+NamedTool = shape("NamedTool", type=Literal["function", "custom"], name=Filled, namespace=Text)
+AllowedTool = of_type("a tool by its name", NamedTool, other=Unserved)
+AllowedNames = shape("AllowedNames", type=Literal["allowed_tools"], mode=Literal["auto", "required"],
+                     tools=OfTools[AllowedTool])  # fmt: skip
+ItemChoice = told_apart(CHOICES, text=Modes, object=of_type(
+    "an object of type function, custom or allowed_tools", NamedTool, AllowedNames))  # fmt: skip
 
-    type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
-    text: str
-
-
-ItemContent = told_apart("text or a list of text parts", text=str, objects=Each[ItemPart])
-
-
-class MessageItem(Fields):
-    """A message, of somebody or of the model's own earlier."""
-
-    type: Literal["message"] | None = None
-    role: Literal["system", "developer", "user", "assistant"]
-    content: ItemContent
-
-
-class CallItem(Fields):
-    """A call that the model made earlier."""
-
-    type: Literal["function_call"]
-    call_id: str
-    name: Filled
-    arguments: str
-
-
-class OutputItem(Fields):
-    """What a call that was made came to."""
-
-    type: Literal["function_call_output"]
-    call_id: str
-    output: ItemContent
-
-
-class ReasoningItem(Fields):
-    """What the model thought earlier; the content counts, or without one the summary."""
-
-    type: Literal["reasoning"]
-    content: Each[ItemPart] | None = None
-    summary: Each[ItemPart] | None = None
-
-
+MessageItem = shape("MessageItem", type=Literal["message"] | None, content=ItemContent,
+                    role=Literal["system", "developer", "user", "assistant"])  # fmt: skip
+CallItem = shape("CallItem", type=Literal["function_call"], call_id=str, name=Filled, namespace=Text, arguments=str)
+CustomCallItem = shape("CustomCallItem", type=Literal["custom_tool_call"], call_id=str, name=Filled, namespace=Text,
+                       input=str)  # fmt: skip
+OutputItem = shape("OutputItem", type=Literal["function_call_output", "custom_tool_call_output"], call_id=str,
+                   output=ItemContent)  # fmt: skip
+ReasoningItem = shape("ReasoningItem", type=Literal["reasoning"], content=Parts[ItemPart] | None,
+                      summary=Parts[ItemPart] | None)  # fmt: skip
+ToolsItem = shape("ToolsItem", type=Literal["additional_tools"], tools=OfTools[ItemTool])
+UnservedItem = shape("UnservedItem", type=Literal[tuple(
+    """web_search_call file_search_call image_generation_call code_interpreter_call local_shell_call shell_call
+    local_shell_call_output shell_call_output tool_search_call tool_search_output mcp_list_tools mcp_call computer_call
+    computer_call_output mcp_approval_request mcp_approval_response""".split())])  # fmt: skip
 Item = of_type(
-    "an item of type message, function_call, function_call_output or reasoning (nothing is stored, so no item can be "
-    "referred to; clients that are told store: false send items whole)",
-    {"message": MessageItem, "function_call": CallItem, "function_call_output": OutputItem, "reasoning": ReasoningItem},
-    default="message",
-)
-
-
-class NamedTool(Fields):
-    """A function by its name."""
-
-    type: Literal["function"]
-    name: Filled
-
-
-class FunctionTool(Function, NamedTool):
-    """A function that may be called."""
-
-    strict: Flag = None
-
-
-class AllowedTools(Fields):
-    """The tools that may be called, of those that are there."""
-
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: OfTools[NamedTool]
+    "an item of type message, function_call, custom_tool_call, an output of these, or reasoning (nothing is stored, so "
+    "no item can be referred to; clients that are told store: false send items whole)",
+    MessageItem, CallItem, CustomCallItem, OutputItem, ReasoningItem, ToolsItem, UnservedItem)  # fmt: skip
 
 
 class TextFormat(Fields):
@@ -539,42 +528,86 @@ class TextConfig(Fields):
     """The object `text`."""
 
     format: TextFormat | None = does("what the output must be")
-    verbosity: Literal["medium"] | None = does("medium, as there is no other")
+    verbosity: Text = does("ignored: " + INACTIVE["verbosity"][1])
 
 
 class Reasoning(Fields):
     """The object `reasoning`; a summary is not made, since the answer has the reasoning itself."""
 
-    effort: Annotated[str, Field(max_length=100)] | None = does("handed to the chat template, as reasoning_effort")
+    effort: Effort = does("handed to the chat template, as reasoning_effort")
 
 
 class Responses(Constrained, Prompted, Sampling):
     """The body of POST /v1/responses."""
 
-    input: told_apart("text or a list of items", text=str, objects=Turns[Item]) = Field(
+    input: told_apart("text or a list of items", text=str, objects=Items[Item]) = Field(
         description="the conversation, as text or as items")
     instructions: Text = does("a system message before the input")
     max_output_tokens: Integer = does("tokens to generate at most, reasoning included; without it the context is the "
                                       "limit")  # fmt: skip
     min_tokens: Integer = does("tokens before which nothing ends the text")
     seed: Integer = does("the same seed, prompt and parameters give the same text in float32")
-    tools: OfTools[FunctionTool] | None = does(
-        "functions that may be called, shown to the model by the chat template")
-    tool_choice: told_apart(
-        "none, auto, required, or an object that names a function or allowed_tools",
-        text=Literal["none", "auto", "required"],
-        object=of_type("an object of type function or allowed_tools",
-                       {"function": NamedTool, "allowed_tools": AllowedTools})) | None = does(
-            "none hides the tools; auto, the default, leaves it to the model; required, or a function by name, "
-            "constrains the answer to calls; of allowed_tools the others are hidden")  # fmt: skip
+    tools: OfTools[ItemTool] | None = does("functions, namespaces of them and tools of a free text that may be called, "
+                                           "shown to the model by the chat template; all others are left out")
+    tool_choice: ItemChoice | None = does(CHOICE)
     parallel_tool_calls: Flag = does("false ends the answer with its first call")
     text: TextConfig | None = does("the form of the answer")
     reasoning: Reasoning | None = does("how the model reasons")
+    truncation: Literal["disabled", "auto"] | None = does(
+        "ignored: nothing is cut, unless truncate_prompt_tokens says so")
     include: Each[Literal["reasoning.encrypted_content"]] | None = does(
         "nothing more than there is: reasoning items have their text, so nothing of them is encrypted")
     metadata: Annotated[dict[str, Any], AfterValidator(_few_texts), WithJsonSchema(
         {"type": "object", "additionalProperties": {"type": "string"}})] | None = does("given back in the answer")
-    chat_template_kwargs: dict[str, Any] | None = does("handed to the chat template: at most 16 plain values")
+    chat_template_kwargs: dict[str, Any] | None = does(VARIABLES)
+
+
+ToolUse = shape("ToolUse", type=Literal["tool_use"], id=str, name=Filled, input=Arguments)
+ResultBlock = of_type("a block of type text", TextPart, LeftOutPart)
+ToolResult = shape("ToolResult", type=Literal["tool_result"], tool_use_id=str, content=told_apart(
+    "text or a list of blocks", text=str, objects=Parts[ResultBlock]) | None)  # fmt: skip
+UnservedBlock = shape("UnservedBlock", type=Literal[tuple(
+    """redacted_thinking server_tool_use web_search_tool_result web_fetch_tool_result code_execution_tool_result
+    bash_code_execution_tool_result text_editor_code_execution_tool_result tool_search_tool_result mcp_tool_use
+    mcp_tool_result container_upload search_result compaction""".split())])  # fmt: skip
+MessageBlock = of_type("a block of type text, thinking, tool_use or tool_result", TextPart, ThinkingPart, ToolUse,
+                       ToolResult, LeftOutPart, UnservedBlock)  # fmt: skip
+Turn = shape("Turn", role=Literal["user", "assistant", "system"], content=told_apart(
+    "text or a list of blocks", text=str, objects=Parts[MessageBlock]))  # fmt: skip
+SchemaFormat = shape("SchemaFormat", type=Literal["json_schema"],
+                     schema_=Annotated[dict[str, Any], Field(alias="schema")])  # fmt: skip
+ClientTool = shape("ClientTool", type=Literal["custom"] | None, name=ToolName, description=Text,
+                   input_schema=dict[str, Any])  # fmt: skip
+OfferedTool = of_type("a tool", ClientTool, other=Unserved)
+
+
+class CountTokens(Constrained, Prompted, Sampling):
+    """The body of POST /v1/messages/count_tokens."""
+
+    messages: Turns[Turn] = Field(description="the conversation; an assistant's last message is continued")
+    system: told_apart("text or a list of text blocks", text=str, objects=Parts[TextPart]) | None = does(
+        "a system message before the others")
+    max_tokens: Integer = does("tokens to generate at most, reasoning included")
+    stop_sequences: Each[str] | None = does("strings that end the text")
+    tools: OfTools[OfferedTool] | None = does(
+        "functions that may be called, shown to the model by the chat template; the server's own are left out")
+    tool_choice: shape("ToolChoice", type=Literal["auto", "any", "tool", "none"], name=Text,
+                       disable_parallel_tool_use=Flag) | None = does(
+        "none hides the tools; auto, the default, leaves it to the model; any, or a tool by name, constrains the "
+        "answer to calls; disable_parallel_tool_use ends it with the first")  # fmt: skip
+    thinking: Thinking | None = does(
+        "of type disabled or enabled, it is enable_thinking false or true for the chat template")
+    output_config: shape("OutputConfig", effort=Effort, format=SchemaFormat | None) | None = does(
+        "the effort, handed to the chat template as reasoning_effort, and the form of the answer")
+    output_format: SchemaFormat | None = does("the form of the answer")
+    chat_template_kwargs: dict[str, Any] | None = does(VARIABLES)
+    seed: Integer = does("the same seed, prompt and parameters give the same text in float32")
+
+
+class Messages(CountTokens):
+    """The body of POST /v1/messages."""
+
+    max_tokens: Whole = Field(description="tokens to generate at most, reasoning included")
 
 
 class Completion(OpenAI):

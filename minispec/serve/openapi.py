@@ -21,6 +21,7 @@ FAILURES = {
     "403": "the admin key is needed",
     "404": "no such model", "413": "the body is too large", "499": "aborted by /abort_request",
     "500": "a failure of ours, not worth trying again", "503": "not ready, or the queue is full; Retry-After says when",
+    "529": "of messages: the same",
 }  # fmt: skip
 
 ERROR = {
@@ -77,7 +78,8 @@ _PLACES = {  # where a field stands -> its model
     "chat": fields.Chat, "completions": fields.Completion, "responses": fields.Responses,
     "generate": fields.Generate, "sampling_params": fields.NativeParams, "response_format": fields.ResponseFormat,
     "structured_outputs": fields.StructuredOutputs, "text": fields.TextConfig, "text.format": fields.TextFormat,
-    "reasoning": fields.Reasoning, "stream_options": fields.StreamOptions, "messages": fields.Message,
+    "reasoning": fields.Reasoning, "stream_options": fields.StreamOptions, "chat messages": fields.Message,
+    "messages": fields.Messages,
     "tokenize": fields.Tokenize, "detokenize": fields.Detokenize, "abort_request": fields.Abort,
     "add_external_corpus": fields.AddCorpus,
     "remove_external_corpus": fields.RemoveCorpus,

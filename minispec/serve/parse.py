@@ -1,21 +1,26 @@
 """Requests: JSON in, requests for the scheduler out. Pure functions, no sockets and no engine.
 
-Three dialects share one path: OpenAI's chat and completions, and SGLang's native `/generate`. A body becomes a `Job`
-(what was asked, checked, with prompts still as text), and `tokenize` makes its `Request`s. Everything a client sends is
-hostile until `parse_json` has read it.
+A body becomes a `Job` (what was asked, checked, with prompts still as text), and `tokenize` makes its `Request`s.
+OpenAI's chats and responses and Anthropic's messages become a `Conversation` first, in which each part is checked under
+the name that its client knows; from there on they are one. Everything a client sends is hostile until `parse_json` has
+read it.
 
-Read next: `fields.py` for the fields; `reply.py` for the way back; `request.py` for the sampling parameters.
+Read next: `fields.py` for the fields; `responses.py` and `messages.py` for two of the dialects; `reply.py` for the way
+back; `request.py` for the sampling parameters.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import logging
 import math
+import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
 from minispec.load.chat_templates import WITH_TOOLS
 from minispec.request import (
@@ -25,6 +30,7 @@ from minispec.request import (
     RequestError,
     SamplingParams,
     Thought,
+    TooLong,
     Trace,
     choice_seed,
     short,
@@ -33,21 +39,22 @@ from minispec.serve import fields
 from minispec.serve.fields import read
 from minispec.serve.logprobs import Report
 from minispec.serve.message import PLAIN_FORMATS, Formats, Message, Wish
-from minispec.serve.tools import MAX_DEPTH, constraint, no_number
+from minispec.serve.tools import MAX_DEPTH, call_or_form, constraint, no_number
 
 if TYPE_CHECKING:
     from minispec.load.tokenizer import Tokenizer
 
 BYTES_PER_TOKEN = 64  # a longer prompt per token of context is refused before it costs time in the tokenizer
 
-Kind = Literal["chat", "completion", "generate"]
+logger = logging.getLogger("minispec")
+Dialect = Literal["chat", "response", "message", "completion", "generate"]
+PREFIXES = {"chat": "chatcmpl-", "response": "resp_", "message": "msg_", "completion": "cmpl-"}  # of ids
+HIDES, DEMANDS = {"none"}, {"required", "any"}  # choices of tools, as the dialects call them
 Prompt = str | list[int] | list[dict]  # text, token ids, or chat messages
 T = TypeVar("T")
+Form = tuple[str, str, Any]  # a field that constrains, the kind of grammar, and its rule: None where it asks nothing
+SAMPLED = {field.name for field in dataclasses.fields(SamplingParams)} - {"grammar", "logprobs"}  # plain values
 
-# Fields of a /v1 body that SamplingParams has under another name. In order: a later one wins.
-_RENAMED = {"min_tokens": "min_new_tokens", "seed": "sampling_seed", "sampling_seed": "sampling_seed",
-            "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens",
-            "include_stop_str_in_output": "no_stop_trim"}  # fmt: skip
 # Names the template's own machinery uses: a client may not set them.
 _TEMPLATE_NAMES = frozenset(
     """messages tools documents conversation chat_template template add_generation_prompt continue_final_message
@@ -63,7 +70,7 @@ _TEMPLATE_NAMES = frozenset(
 def parse_json(body: bytes) -> dict[str, Any]:
     """Parse a request body strictly; RequestError 400 for anything but an object of finite, encodable values."""
     try:
-        value = json.loads(body.decode("utf-8"), parse_constant=no_number, parse_float=_finite, parse_int=_bounded)
+        value = json.loads(body.decode("utf-8-sig"), parse_constant=no_number, parse_float=_finite, parse_int=_bounded)
         _check_values(value, 0)
     except RecursionError:
         raise RequestError(f"the body nests deeper than {MAX_DEPTH} levels") from None
@@ -118,16 +125,76 @@ def dump(value: Any) -> bytes:
 # ---- jobs ------------------------------------------------------------------------------------------------------------
 
 
+class Tool(NamedTuple):
+    """A tool as its client knows it. The model knows it under one name, and calls it with an object."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    namespace: str | None = None
+    free: bool = False  # its client wants a text, which is the argument `input` of the model's call
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """The tool as the chat template gets it."""
+        said = {"name": joined(self), "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": {name: value for name, value in said.items() if value is not None}}
+
+
+def joined(tool: Any) -> str:
+    """Return the model's name for a tool, or for the tool that a call or a choice names."""
+    return f"{tool.namespace}__{tool.name}" if getattr(tool, "namespace", None) else str(tool.name)
+
+
+class Pick(NamedTuple):
+    """Which tools may or must be called."""
+
+    mode: str | None = None  # the client's word; "required" and "any" demand a call, "none" forbids it
+    only: str | None = None  # the one tool that must be called
+    allowed: Sequence[str] | None = None  # the others are hidden; None: none is
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a chat, a response or a message asks for, with the client's own names for what errors may be about."""
+
+    dialect: Dialect
+    messages: list[dict[str, Any]]  # as a chat template wants them
+    where: str  # the field that has the messages
+    tools: Sequence[Tool] = ()
+    pick: Pick = Pick()
+    parallel: bool = True  # several calls in an answer
+    forms: Sequence[Form] = ()  # what the answer's text must be, beside the fields of `Constrained`
+    variables: Mapping[str, Any] = field(default_factory=dict)  # for the chat template
+    continued: bool = False  # whether the answer continues the last message
+
+    def wish(self) -> Wish:
+        """Return what the answer may call; RequestError 400 where tools and choice do not fit together."""
+        (mode, only, allowed), names = self.pick, [joined(tool) for tool in self.tools]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise RequestError(f"tools must have names of their own, got {twice!r} twice", "tools")
+        if missing := sorted(set(allowed or ()) - set(names)):
+            raise RequestError(f"tool_choice must allow some of the tools, got {short(missing[0])}", "tool_choice")
+        if only is not None and only not in names:
+            raise RequestError(f"tool_choice must name one of the tools, got {short(only)}", "tool_choice")
+        shown = [tool for tool in self.tools if mode not in HIDES and (allowed is None or joined(tool) in allowed)]
+        must = only is not None or mode in DEMANDS
+        if must and not shown:
+            raise RequestError(f"tool_choice must be none or auto where there are no tools, got {mode!r}",
+                               "tool_choice")  # fmt: skip
+        return Wish(tuple(tool.shown for tool in shown), must, only, self.parallel)
+
+
 @dataclass(frozen=True)
 class Job:
     """One HTTP request for text, checked: prompts, parameters, rids and their like have one entry per choice."""
 
-    kind: Kind
+    dialect: Dialect
     model: str | None  # the name the client gave
     prompts: list[Prompt]
     params: list[SamplingParams]
     rids: list[str]
-    limited: list[bool]  # per prompt: the client set max_new_tokens, so beyond the context it is an error
+    limited: list[bool]  # per prompt: the client set max_new_tokens
     intervals: list[int | None]  # per prompt: tokens between two events; None: as the server likes
     n: int = 1  # choices for each prompt, which follow each other
     salt: str = ""  # of the prefix cache
@@ -141,39 +208,64 @@ class Job:
     add_special_tokens: bool = True
     truncate: int | None = None  # prompt tokens to keep; -1: as many as leave room for the output
     chat: dict[str, Any] = field(default_factory=dict)  # keyword arguments of Tokenizer.encode_chat
-    wish: Wish = Wish()  # what becomes of a chat's answer
+    wish: Wish = Wish()  # what becomes of a conversation's answer
+    tools: Mapping[str, Tool] = field(default_factory=dict)  # by the model's names
     prediction: str | None = None  # what the answer is expected to be like
-    response: dict[str, Any] | None = None  # what a response repeats of its request; None: it is none
+    repeated: dict[str, Any] = field(default_factory=dict)  # what the answer repeats of its request
     names: dict[str, str] = field(default_factory=dict)  # what our errors call a field -> what the client does
+
+    @property
+    def talks(self) -> bool:
+        """Whether the answer is a message."""
+        return self.dialect not in ("completion", "generate")
 
 
 def parse_chat(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Job:
     """Return the job of a /v1/chat/completions body; `defaults` are the sampling values of the model, if used."""
-    asked = read(fields.Chat, body)
-    continued = asked.continue_final_message is True
-    messages = _messages(asked.messages)
-    if continued and messages[-1]["role"] != "assistant":
+    asked: Any = read(fields.Chat, body)
+    continued, choice = asked.continue_final_message is True, asked.tool_choice
+    if isinstance(choice, fields.Named):
+        pick = Pick(only=choice.function.name)
+    elif choice is None or isinstance(choice, str):
+        pick = Pick(choice)
+    else:
+        pick = Pick(choice.allowed_tools.mode, allowed=[tool.function.name for tool in choice.allowed_tools.tools])
+    told = Conversation(
+        "chat", _messages(asked.messages), "messages",
+        [Tool(f.name, f.description, f.parameters) for f in (tool.function for tool in asked.tools or [])], pick,
+        asked.parallel_tool_calls is not False, _response_format(asked),
+        variables(asked, effort=asked.reasoning_effort, thinks=asked.enable_thinking), continued)  # fmt: skip
+    if continued and told.messages[-1]["role"] != "assistant":
         raise RequestError("continue_final_message needs a last message of role assistant", "continue_final_message")
-    wish, prediction = _wish(asked), text_of(asked.prediction.content) if asked.prediction else None
-    shown = {"tools": list(wish.tools)} if wish.tools else {}
-    chat = {
-        "add_generation_prompt": asked.add_generation_prompt is not False and not continued,
-        "continue_final_message": continued,
-        "template_kwargs": {**_template_kwargs(asked), **shown},
-    }
     top = (asked.top_logprobs or 0) if asked.logprobs is True else None
     if top is None and asked.top_logprobs:
         raise RequestError(f"top_logprobs must be left out unless logprobs is true, got {asked.top_logprobs}",
                            "top_logprobs")  # fmt: skip
+    job = job_of(told, asked, {**defaults, "logprobs": None if top is None else Logprobs(top=top)})
+    generation = {"add_generation_prompt": asked.add_generation_prompt is not False and not continued}
+    wish = replace(
+        job.wish, separate=job.wish.separate and asked.separate_reasoning is not False,
+        stream_reasoning=asked.stream_reasoning is not False, include_reasoning=asked.include_reasoning is not False,
+    )  # fmt: skip
     report = Report(top, as_ids=asked.return_tokens_as_token_ids is True)
-    values = {**defaults, "max_new_tokens": None, "logprobs": None if top is None else Logprobs(top=top)}
-    job = _openai_job("chat", asked, [messages], values, report)
-    if wish.must and (form := job.params[0].grammar) is not None:
-        if form.origin == "response_format":  # of the text, and a call leaves no text
-            job = replace(job, params=[replace(params, grammar=None) for params in job.params])
-        else:
-            raise RequestError(f"{form.origin} may not be given where tool_choice asks for a call", form.origin)
-    return replace(job, chat=chat, wish=wish, prediction=prediction)
+    return replace(job, chat=job.chat | generation, wish=wish, report=report,
+                   prediction=text_of(asked.prediction.content) if asked.prediction else None)  # fmt: skip
+
+
+def job_of(told: Conversation, asked: Any, defaults: Mapping[str, Any]) -> Job:
+    """Return the job of a conversation; `asked`: the body as read, with its sampling fields.
+
+    A format is that of the text, so it is dropped where the answer must be a call; what constrains the whole answer may
+    not be given there.
+    """
+    wish, form = told.wish(), _grammar(asked, told.forms)
+    if wish.must and form is not None and form.origin not in {origin for origin, _, _ in told.forms}:
+        raise RequestError(f"{form.origin} may not be given where tool_choice asks for a call", form.origin)
+    values = {"max_new_tokens": None, **defaults, "grammar": None if wish.must else form}
+    job = _spelled_job(told.dialect, asked, [told.messages], values, told.where)
+    chat = {"add_generation_prompt": not told.continued, "continue_final_message": told.continued,
+            "template_kwargs": {**told.variables, **({"tools": list(wish.tools)} if wish.tools else {})}}  # fmt: skip
+    return replace(job, chat=chat, wish=wish, tools={joined(tool): tool for tool in told.tools})
 
 
 def parse_completion(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Job:
@@ -184,37 +276,44 @@ def parse_completion(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Jo
     start = 0 if report.prompt is not None or (report.echo and report.top is not None) else None
     counts = _given(asked, ("logprobs", "prompt_logprobs"))
     wishes = [_logprobs(name, top=count, start=start) for name, count in counts.items()]
-    values = {**defaults, "max_new_tokens": 16, "logprobs": max(wishes, key=lambda wish: wish.top, default=None)}
-    job = _openai_job("completion", asked, _listed(asked.prompt), values, report)
-    return replace(job, add_special_tokens=asked.add_special_tokens is not False)
+    values = {**defaults, "max_new_tokens": 16, "logprobs": max(wishes, key=lambda wish: wish.top, default=None),
+              "grammar": _grammar(asked, _response_format(asked))}  # fmt: skip
+    job = _spelled_job("completion", asked, _listed(asked.prompt), values, "prompt")
+    return replace(job, report=report, add_special_tokens=asked.add_special_tokens is not False)
 
 
-def _openai_job(
-    kind: Kind, asked: fields.OpenAI, prompts: list[Prompt], values: Mapping[str, Any], report: Report
-) -> Job:
-    """Return what chat and completions have in common; `values` are the parameters of what the client does not set."""
-    wish = {**values, **_given(asked, fields.Sampling.model_fields), "grammar": _grammar(asked)}
-    names = {"prompt": "messages" if kind == "chat" else "prompt"}
-    for name, inner in _RENAMED.items():
-        if (value := getattr(asked, name)) is not None:
-            wish[inner], names[inner] = value, name
-    names["max_tokens"] = names.get("max_new_tokens", "max_tokens")
+def _spelled_job(dialect: Dialect, asked: Any, prompts: list[Prompt], values: Mapping[str, Any], prompt: str) -> Job:
+    """Return the job of a body that has its sampling fields beside the others.
+
+    values: the parameters of what the client does not set. prompt: the field that has the prompts.
+    """
+    given, names = _sampling(asked)
+    names |= {"prompt": prompt, "messages": prompt, "max_tokens": names.get("max_new_tokens", "max_tokens")}
     try:
-        params = SamplingParams(**wish)
+        params = SamplingParams(**{**values, **given})
     except RequestError as error:
         raise in_clients_words(error, names) from None
-    rid, count, n = asked.request_id if asked.rid is None else asked.rid, len(prompts), asked.n or 1
+    rid, count, n = asked.rid or getattr(asked, "request_id", None), len(prompts), asked.n or 1
+    options = asked.stream_options if isinstance(asked, fields.OpenAI) else None
     return _job(
-        kind, asked, prompts, [params] * count, n,
-        rids=_rids(rid, count, "chatcmpl-" if kind == "chat" else "cmpl-", n),
+        dialect, asked, prompts, [params] * count, n,
+        rids=_rids(rid, count, PREFIXES[dialect], n),
         limited=["max_new_tokens" in names] * (count * n),
         intervals=[asked.stream_interval] * (count * n),
-        report=report,
-        stream_options=asked.stream_options or fields.StreamOptions(),
-        return_ids=asked.return_token_ids is True,
+        stream_options=options or fields.StreamOptions(),
+        return_ids=asked.return_token_ids is True if isinstance(asked, fields.OpenAI) else False,
         spec_details=asked.return_spec_tokens_details is True,
         names=names,
     )  # fmt: skip
+
+
+def _sampling(asked: Any) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the parameters that a body sets, and, where its client calls one otherwise, how."""
+    given, names = _given(asked, [name for name in SAMPLED if hasattr(asked, name)]), dict[str, str]()
+    for name, ours in fields.MEANS.items():
+        if (value := getattr(asked, name, None)) is not None:
+            given[ours], names[ours] = value, name
+    return given, names
 
 
 def parse_generate(body: Mapping[str, Any]) -> Job:
@@ -230,11 +329,10 @@ def parse_generate(body: Mapping[str, Any]) -> Job:
         wishes = [wishes or fields.NativeParams()] * len(prompts)
     if len(wishes) != len(prompts):
         raise RequestError(f"sampling_params has {len(wishes)} entries for {len(prompts)} prompts", "sampling_params")
-    names = [f.name for f in dataclasses.fields(SamplingParams) if f.name in fields.NativeParams.model_fields]
     counts = {wish.n or 1 for wish in wishes}
     if len(counts) > 1:
         raise RequestError(f"n must be the same for all prompts, got {sorted(counts)}", "n")
-    params, n = [SamplingParams(**_given(wish, names), grammar=_grammar(wish)) for wish in wishes], counts.pop()
+    params, n = [SamplingParams(**_sampling(wish)[0], grammar=_grammar(wish)) for wish in wishes], counts.pop()
     scored = [replace(p, logprobs=wish) for p, wish in zip(params, _native_wishes(asked, len(prompts)), strict=True)]
     return _job(
         "generate", asked, prompts, scored, n,
@@ -249,12 +347,12 @@ def parse_generate(body: Mapping[str, Any]) -> Job:
 
 
 def _job(
-    kind: Kind, asked: fields.Prompted, prompts: list[Prompt], params: list[SamplingParams], n: int, **own: Any
+    dialect: Dialect, asked: fields.Prompted, prompts: list[Prompt], params: list[SamplingParams], n: int, **own: Any
 ) -> Job:
     """Return a job with what all dialects have in common; each of the n choices for a prompt has a seed of its own."""
     seeded = [replace(p, sampling_seed=choice_seed(p.sampling_seed, choice)) for p in params for choice in range(n)]
     salts = [asked.cache_salt, asked.extra_key]  # told apart, so that no pair equals another
-    return Job(kind, asked.model, _repeated(prompts, n), seeded, n=n, salt=json.dumps(salts) if any(salts) else "",
+    return Job(dialect, asked.model, _repeated(prompts, n), seeded, n=n, salt=json.dumps(salts) if any(salts) else "",
                stream=asked.stream is True, truncate=asked.truncate_prompt_tokens, **own)  # fmt: skip
 
 
@@ -285,39 +383,39 @@ def _listed(prompt: Any) -> list[Prompt]:
 
 
 def in_clients_words(error: RequestError, names: Mapping[str, str]) -> RequestError:
-    """Return an error about a field of ours as one about the client's; `names` as in `Job.names`."""
+    """Return an error about a field of ours, changed to be about the client's; `names` as in `Job.names`."""
     message = error.message
-    for ours in set(names) & {*_RENAMED.values(), "top_logprobs"}:
-        message = message.replace(ours, names[ours])
-    return RequestError(message, names.get(error.param or "", error.param), error.status, error.code)
+    for ours in set(names) & {*fields.MEANS.values(), "top_logprobs"}:
+        message = re.sub(rf"\b{ours}\b", names[ours], message)
+    error.message, error.args, error.param = message, (message,), names.get(error.param or "", error.param)
+    return error
 
 
-def _grammar(asked: fields.Constrained) -> Grammar | None:
+def _grammar(asked: fields.Constrained, forms: Sequence[Form] = ()) -> Grammar | None:
     """Return what the client wants the output to be, if anything; RequestError if it wants several things.
 
     The same may be asked for twice: clients that do not know which vLLM they talk to use its older and newer fields.
     """
-    wishes = [(name, name, getattr(asked, name)) for name in fields.Constrained.model_fields]
+    wishes = [(name, "ebnf" if name == "grammar" else name, getattr(asked, name))
+              for name in fields.Constrained.model_fields]  # fmt: skip
     if isinstance(asked, fields.OpenAI):
         wishes += _vllm_wishes(asked)
-        if asked.response_format is not None and asked.response_format.type != "text":
-            wishes.append(("response_format", *_form_of(asked.response_format)))
     grammars = [Grammar(kind, rule if isinstance(rule, str) else dump(rule).decode(), origin)
-                for origin, kind, rule in wishes if rule not in (None, "")]  # fmt: skip
+                for origin, kind, rule in (*wishes, *forms) if rule not in (None, "")]  # fmt: skip
     if len(set(grammars)) > 1:
         raise RequestError(f"at most one of {', '.join(grammar.origin for grammar in grammars)} may be given",
                            grammars[-1].origin)  # fmt: skip
     return grammars[0] if grammars else None
 
 
-def _vllm_wishes(asked: fields.OpenAI) -> list[tuple[str, str, Any]]:
-    """Return what vLLM's fields ask for: the field, the kind of grammar, and its rule, None where it asks nothing."""
+def _vllm_wishes(asked: fields.OpenAI) -> list[Form]:
+    """Return what vLLM's fields ask for."""
     forms = [(f"guided_{name}", name, getattr(asked, f"guided_{name}"), asked.guided_whitespace_pattern)
              for name in ("json", "regex", "choice", "grammar")]  # fmt: skip
     if (newer := asked.structured_outputs) is not None:
         space = "" if newer.disable_any_whitespace else newer.whitespace_pattern
         forms += [("structured_outputs", name, value, space) for name, value in newer.given().items()]
-    wishes: list[tuple[str, str, Any]] = []
+    wishes: list[Form] = []
     for field_name, name, value, space in forms:
         if name == "choice":
             texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in value or ())
@@ -339,17 +437,27 @@ def _spaced(schema: Any, pattern: str | None, field_name: str) -> Any:
     return {"x-guidance": {"whitespace_pattern": pattern}, **schema}
 
 
-def _form_of(form: fields.ResponseFormat) -> tuple[str, dict[str, Any] | bool]:
-    """Return the kind of grammar that a response_format asks for, and its schema or structural tag."""
+def _response_format(asked: fields.OpenAI) -> list[Form]:
+    """Return what `response_format` asks for."""
+    form = asked.response_format
+    if form is None:
+        return []
     if form.type == "structural_tag":
-        return form.type, _given(form, ("structures", "triggers"))
-    if form.type == "json_object":
-        return "json_schema", {"type": "object"}
-    schema = (form.json_schema or {}).get("schema")
+        return [("response_format", form.type, _given(form, ("structures", "triggers")))]
+    where = "response_format.json_schema.schema" if form.type == "json_schema" else "response_format.schema"
+    return schema_form(where, form.type, (form.json_schema or {}).get("schema") or form.schema_)
+
+
+def schema_form(where: str, kind: str, schema: Any) -> list[Form]:
+    """Return what a format asks for that is `text`, any `json_object`, or JSON of the schema in the field `where`."""
+    if kind == "text":
+        return []
+    if schema is None and kind == "json_object":
+        schema = {"type": "object"}
+    origin = where.removesuffix(".schema").removesuffix(".json_schema")
     if not isinstance(schema, (dict, bool)):
-        raise RequestError(f"response_format.json_schema.schema must be a JSON schema, got {short(schema)}",
-                           "response_format")  # fmt: skip
-    return form.type, schema
+        raise RequestError(f"{where} must be a JSON schema, got {short(schema)}", origin)
+    return [(origin, "json_schema", schema)]
 
 
 def _logprobs(counted: str, **wish: Any) -> Logprobs:
@@ -393,60 +501,67 @@ def _messages(given: Sequence[fields.Message]) -> list[dict[str, Any]]:
     return [_message(message, f"messages[{i}]") for i, message in enumerate(given)]
 
 
-def _message(message: fields.Message, where: str) -> dict[str, Any]:
+def _message(message: Any, where: str) -> dict[str, Any]:
     """Return a message with text as its content; `where` names it in errors."""
-    clean, content = _given(message, fields.Message.model_fields), message.content
-    if content is not None:
-        content = text_of(content)
-    elif message.role == "assistant" and message.tool_calls:
-        content = ""
-    else:
+    role = "tool" if message.role == "function" else message.role
+    if message.content is None and role not in ("assistant", "tool"):
         raise RequestError(f"{where}.content must be text or a list of text parts, got None", "messages")
+    clean = _given(message, ("name", "tool_call_id")) | {"role": role, "content": text_of(message.content)}
+    parts = message.content if isinstance(message.content, list) else []
+    thoughts = [message.reasoning_content or message.reasoning or ""]
+    thoughts += [part.thinking for part in parts if part.type == "thinking"]
+    if thought := "\n".join(filter(None, thoughts)):
+        clean["reasoning_content"] = thought
     if message.tool_calls:
-        clean["tool_calls"] = [_made(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)]
-    return {**clean, "content": content}
+        clean["tool_calls"] = [made_call(call.id, call.function.name, call.function.arguments)
+                               for call in message.tool_calls]  # fmt: skip
+    return clean
 
 
-def text_of(content: str | Sequence[fields.TextPart] | Sequence[fields.ItemPart]) -> str:
-    """Return content as text, its parts as lines."""
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+def text_of(content: Any) -> str:
+    """Return content as text, its parts as lines; what is no text is left out, and thoughts are none."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(_said(part) for part in content if part.type != "thinking")
 
 
-def _made(call: fields.ToolCall, where: str) -> dict[str, Any]:
-    """Return an earlier call as templates know it, its arguments as an object."""
-    arguments = call.function.arguments or {}
+def _said(part: Any) -> str:
+    if (what := fields.LEFT_OUT.get(part.type)) is not None:
+        leave_out(what)
+        return f"[{what} left out]"
+    return str(part.refusal if part.type == "refusal" else part.text)
+
+
+@functools.lru_cache(256)
+def leave_out(what: str) -> None:
+    """Say in the log, once, that a kind of tool, item or part is left out of conversations."""
+    logger.warning("left out of conversations, since only text goes in and clients run the tools: %s", short(what))
+
+
+def made_call(call_id: str | None, name: str, arguments: Any) -> dict[str, Any]:
+    """Return an earlier call as templates know it, its arguments as an object.
+
+    Some templates print arguments, others walk them, so only an object does for all. An object is itself, also if it
+    comes as text. Of nothing, an empty text and null, it is {}; of anything else {"arguments": TEXT}, with the text as
+    the model wrote it. A model writes such calls, and a limit cuts them, so they are no errors of the client's.
+    """
     if isinstance(arguments, str):
-        arguments = read_object(arguments, f"{where}.function.arguments must be", "messages")
-    given = {"id": call.id} if call.id is not None else {}
-    return {**given, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+        try:
+            arguments = parse_json(arguments.encode("utf-8"))
+        except RequestError:
+            arguments = arguments if arguments.strip() not in ("", "null") else None
+    if not isinstance(arguments, dict):
+        text = arguments if isinstance(arguments, str) else dump(arguments).decode()
+        arguments = {} if arguments is None else {"arguments": text}
+    given = {} if call_id is None else {"id": call_id}
+    return {**given, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _wish(asked: fields.Chat) -> Wish:
-    """Return what a chat says of tools and reasoning; RequestError 400 where its parts do not fit together."""
-    choice, functions = asked.tool_choice, [tool.function for tool in asked.tools or []]
-    tools = [{"type": "function", "function": _given(told, fields.Function.model_fields)} for told in functions]
-    names = [told.name for told in functions]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise RequestError(f"tools must have names of their own, got {twice!r} twice", "tools")
-    only = choice.function.name if isinstance(choice, fields.Choice) else None
-    if only is not None and only not in names:
-        raise RequestError(f"tool_choice must name one of the tools, got {short(only)}", "tool_choice")
-    if choice == "required" and not tools:
-        raise RequestError("tool_choice must be none or auto where there are no tools, got 'required'", "tool_choice")
-    shown = not isinstance(choice, str) or choice in ("auto", "required")
-    return Wish(
-        tuple(tools) if shown else (),
-        must=only is not None or choice == "required",
-        only=only,
-        parallel=asked.parallel_tool_calls is not False,
-        separate=asked.separate_reasoning is not False,
-        stream_reasoning=asked.stream_reasoning is not False,
-        include_reasoning=asked.include_reasoning is not False,
-    )
+def variables(asked: Any, *, effort: str | None, thinks: bool | None = None) -> dict[str, Any]:
+    """Return the variables a client sets in the chat template: plain values under names of its own.
 
-
-def _template_kwargs(asked: fields.Chat) -> dict[str, Any]:
-    """Return the variables a client may set in the chat template: plain values under names of its own."""
+    asked: a body with `thinking` and `chat_template_kwargs`. thinks: `enable_thinking`, if that was given.
+    """
     kwargs = asked.chat_template_kwargs or {}
     if len(kwargs) > 16:
         raise RequestError(f"chat_template_kwargs must have at most 16 names, got {len(kwargs)}",
@@ -457,7 +572,10 @@ def _template_kwargs(asked: fields.Chat) -> dict[str, Any]:
         if not isinstance(value, (str, bool, int, float, type(None))) or (isinstance(value, str) and len(value) > 1000):
             raise RequestError(f"chat_template_kwargs.{name} must be a short string, a number, a bool or null",
                                "chat_template_kwargs")  # fmt: skip
-    return {**_given(asked, ["reasoning_effort"]), **kwargs}
+    if thinks is None and asked.thinking:
+        thinks = {"enabled": True, "disabled": False}.get(asked.thinking.type)
+    own = {"reasoning_effort": effort, "enable_thinking": thinks}
+    return {**{name: value for name, value in own.items() if value is not None}, **kwargs}
 
 
 # ---- requests --------------------------------------------------------------------------------------------------------
@@ -488,7 +606,7 @@ def tokenize(
         request.trace = Trace() if job.trace else None
         if job.prediction:
             request.prediction = tokenizer.encode(job.prediction, False)[:context_length]
-        if job.kind == "chat":
+        if job.talks:
             _prepare_answer(request, job, tokenizer, formats)
         requests.append(request)
     return requests
@@ -498,7 +616,7 @@ def _prompt_ids(job: Job, i: int, tokenizer: Tokenizer, context_length: int, lon
     """Return the ids of a job's i-th prompt, cut to the length that the client wants."""
     prompt, wanted = job.prompts[i], job.params[i].max_new_tokens
     check_size(prompt, context_length)
-    if job.kind == "chat":
+    if job.talks:
         ids = tokenizer.encode_chat(cast(list[dict[str, Any]], prompt), **job.chat)
     elif isinstance(prompt, str):
         ids = tokenizer.encode(prompt, job.add_special_tokens)
@@ -507,7 +625,7 @@ def _prompt_ids(job: Job, i: int, tokenizer: Tokenizer, context_length: int, lon
     if not ids:
         raise RequestError("the prompt is empty", job.names.get("prompt", "prompt"))
     if job.truncate == -1:
-        output = wanted if job.limited[i] and wanted is not None else 1
+        output = min(wanted, context_length // 2) if job.limited[i] and wanted is not None else 1
         return ids[-max(min(longest or context_length, context_length - output), 1) :]
     return ids if job.truncate is None else ids[-job.truncate :]
 
@@ -529,6 +647,8 @@ def _prepare_answer(request: Request, job: Job, tokenizer: Tokenizer, formats: F
     if wish.must and calls is not None:
         must = Grammar("lark", constraint(wish.tools, calls, wish.only, wish.parallel), "tool_choice")
         request.params = replace(request.params, grammar=must)
+    elif wish.tools and calls is not None and (form := request.params.grammar) is not None:
+        request.params = replace(request.params, grammar=call_or_form(wish.tools, calls, form, wish.parallel))
     if thoughts is not None:
         tail = tokenizer.decode(request.prompt_ids[-32:], skip_special_tokens=False).rstrip()
         if job.chat["continue_final_message"]:
@@ -557,8 +677,9 @@ def check_size(prompt: Prompt, context_length: int, param: str | None = None) ->
     size = len(prompt.encode("utf-8") if isinstance(prompt, str) else dump(prompt))
     limit = BYTES_PER_TOKEN * context_length
     if size > limit:
-        raise RequestError(f"the {param or 'prompt'} has {size} bytes; at most {limit} are looked at with a context of "
-                           f"{context_length} tokens", param, code="context_length_exceeded")  # fmt: skip
+        raise TooLong(f"the {param or 'prompt'} has {size} bytes; at most {limit} are looked at with the model's "
+                      f"context length ({context_length} tokens)", size // BYTES_PER_TOKEN, context_length,
+                      param)  # fmt: skip
 
 
 def check_ids(rows: Iterable[Sequence[int]], vocab_size: int) -> None:

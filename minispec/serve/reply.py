@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from minispec.asked.answers import meta_info, spec_tokens_details
 from minispec.request import ABORT_WANTED, Finish, Request, RequestError, Trace, Update
 from minispec.serve import logprobs
-from minispec.serve.message import PLAIN_FORMATS, Formats, Message
+from minispec.serve.message import PLAIN_FORMATS, Change, Formats, Message
 from minispec.serve.parse import Job, dump
 
 if TYPE_CHECKING:
@@ -86,7 +86,6 @@ class Reply:
     Deltas are pieces of the same text that `result` holds, so concatenated they are equal to it.
     """
 
-    message_type: type[Message] = Message
     end = DONE  # of a stream
 
     def __init__(self, job: Job, requests: Sequence[Request], served: Served) -> None:
@@ -98,7 +97,7 @@ class Reply:
         self.spelling = logprobs.Spelling(served.tokenizer, job.report.as_ids)
         self.texts: list[str] = [self._echoed(i) for i in range(count)]
         self.lists: dict[int, logprobs.CompletionLists] = {}  # of a completion's choices
-        self.messages = [self.message_type(job.wish, served.formats, r.thinking) for r in self.requests]  # of a chat
+        self.messages = [Message(job.wish, served.formats, r.thinking) for r in self.requests]  # of a conversation
         self.ids: list[list[int]] = [[] for _ in range(count)]
         self.finishes: list[Finish | None] = [None] * count
         self.sent = [(0, 0)] * count  # characters and tokens already in events
@@ -107,7 +106,7 @@ class Reply:
 
     def opening(self) -> list[dict[str, Any]]:
         """Return the events that open a stream: the assistant's role, in a chat."""
-        if self.job.kind != "chat":
+        if not self.job.talks:
             return []
         role = {"delta": {"role": "assistant", "content": ""}}
         first, *others = (self._chunk(i, role, None) for i in range(len(self.requests)))
@@ -126,12 +125,12 @@ class Reply:
         i = self._index[id(update.request)]
         finish = update.finish
         if finish is not None and finish.kind == "abort":
-            if finish.status != ABORT_WANTED or self.job.kind != "generate":
+            if finish.status != ABORT_WANTED or self.job.dialect != "generate":
                 raise RequestError(finish.message, None, finish.status, finish.code)
         self.texts[i] += update.text
         self.ids[i] += update.ids
         self.finishes[i] = finish
-        if self.job.kind == "chat":
+        if self.job.talks:
             self.messages[i].feed(update.text)
             if finish is not None:
                 self.messages[i].finish(finish.kind == "length")
@@ -153,10 +152,10 @@ class Reply:
     def result(self) -> dict[str, Any] | list[dict[str, Any]]:
         """Return the whole answer, once done."""
         count = range(len(self.requests))
-        if self.job.kind == "generate":
+        if self.job.dialect == "generate":
             items = [self._native(i) for i in count]
             return items if self.job.batched else items[0]
-        is_chat, choices = self.job.kind == "chat", []
+        is_chat, choices = self.job.talks, []
         for i in count:
             body = {"message": self.messages[i].whole()} if is_chat else {"text": self.texts[i], **self._prompt_ids(i)}
             choices.append(self._choice(i, {**body, **self._new(i)}, self.finishes[i]))
@@ -189,13 +188,13 @@ class Reply:
     def _events(self, i: int) -> list[dict[str, Any]]:
         """Return the events that bring choice i up to date."""
         finish, spoken = self.finishes[i], len(self.ids[i])
-        if self.job.kind == "chat" and finish is not None and isinstance(finish.matched, int):
+        if self.job.talks and finish is not None and isinstance(finish.matched, int):
             spoken -= not self.job.params[i].no_stop_trim  # what ends a text is no part of it: it goes with the reason
         new_text, new_ids = self.texts[i][self.sent[i][0] :], self._new(i, spoken)
         first, self.sent[i] = self.sent[i] == (0, 0), (len(self.texts[i]), spoken)
-        if self.job.kind == "generate":
+        if self.job.dialect == "generate":
             return [{**self._native(i), **({"index": i} if self.job.batched else {})}]
-        if self.job.kind == "completion":
+        if self.job.dialect == "completion":
             body = {"text": new_text, **new_ids, **(self._prompt_ids(i) if first else {})}
             return [self._chunk(i, body, finish)] if new_text or new_ids or finish else []
         delta = self.messages[i].delta()
@@ -211,13 +210,13 @@ class Reply:
         return {"text": self.texts[i], "output_ids": list(ids), "meta_info": info, **trace}
 
     def _head(self, stream: bool) -> dict[str, Any]:
-        kind = "text_completion" if self.job.kind == "completion" else "chat.completion" + ".chunk" * stream
+        kind = "text_completion" if self.job.dialect == "completion" else "chat.completion" + ".chunk" * stream
         return {"id": self.id, "object": kind, "created": self.created, "model": self.served.model,
                 "system_fingerprint": self.served.fingerprint}  # fmt: skip
 
     def _choice(self, i: int, body: dict[str, Any], finish: Finish | None) -> dict[str, Any]:
         reason: str | None = finish.kind if finish else None
-        if reason == "stop" and self.job.kind == "chat" and self.messages[i].called:
+        if reason == "stop" and self.job.talks and self.messages[i].called:
             reason = "tool_calls"
         return {"index": i, "logprobs": None, **body, "finish_reason": reason,
                 "matched_stop": finish and finish.matched}  # fmt: skip
@@ -237,7 +236,7 @@ class Reply:
     def _new(self, i: int, end: int | None = None) -> dict[str, Any]:
         """Return ids and logprobs up to `end` that are in no event yet, where asked for; those of events add up."""
         first, end = self.sent[i][1], len(self.ids[i]) if end is None else end
-        if first == end and self.job.stream and self.job.kind == "chat":
+        if first == end and self.job.stream and self.job.talks:
             return {}
         found: dict[str, Any] = {"token_ids": self.ids[i][first:end]} if self.job.return_ids else {}
         report, request, begins = self.job.report, self.requests[i], self.sent[i] == (0, 0)
@@ -245,7 +244,7 @@ class Reply:
             found["prompt_logprobs"] = logprobs.prompt_logprobs(request, report.prompt, self.spelling)
         if report.top is None:
             return found
-        if self.job.kind == "chat":
+        if self.job.talks:
             new = (request.output_ids[first:end], request.output_scores[first:end])
             content = logprobs.chat_entries(*new, report.top, self.spelling)
             return {**found, "logprobs": {"content": content, "refusal": None}} if content else found
@@ -265,3 +264,22 @@ class Reply:
         if isinstance(prompt, str) and self.job.truncate is None:
             return prompt
         return self.served.tokenizer.decode(self.requests[i].prompt_ids, self.job.params[i].skip_special_tokens)
+
+
+class EventReply(Reply):
+    """An answer whose stream tells of the blocks of one message, in typed events; the last one says that it is that."""
+
+    end = b""
+
+    def __init__(self, job: Job, requests: Sequence[Request], served: Served) -> None:
+        super().__init__(job, requests, served)
+        self.message = self.messages[0]
+        self.count = 0  # events
+
+    def told(self, change: Change) -> list[dict[str, Any]]:
+        """Return the events about a change of a block."""
+        raise NotImplementedError
+
+    def _events(self, i: int) -> list[dict[str, Any]]:
+        self.sent[i] = (len(self.texts[i]), len(self.ids[i]))
+        return [event for change in self.message.changes() for event in self.told(change)]

@@ -11,11 +11,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from pydantic_core import from_json
+
 from minispec.load.reply_formats import CallFormat
 from minispec.output import overlap
+from minispec.request import Grammar
 
 MAX_DEPTH = 64  # of nested JSON, in bodies too; a deeper call is malformed
 _NONE = {"additionalProperties": False}  # the parameters of a function that takes none
@@ -212,9 +216,53 @@ def _read_call(text: str) -> tuple[str, dict[str, Any]] | None:
     return (name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None
 
 
+def read_arguments(text: str) -> dict[str, Any]:
+    """Return the arguments of a call, and of one that was cut what came of them; {} if that is no JSON."""
+    try:
+        return from_json(text, allow_partial="trailing-strings")
+    except ValueError:
+        return {}
+
+
 def no_number(literal: str) -> float:
     """Refuse NaN and the infinities, which `json.loads` takes unless told otherwise."""
     raise ValueError(f"{literal} is no JSON number")
+
+
+def call_or_form(
+    tools: Sequence[Mapping[str, Any]], form: CallFormat, asked: Grammar, parallel: bool = True
+) -> Grammar:
+    """Return the grammar of a reply that is calls, as `constraint` has them, or else what `asked` says.
+
+    Where calls stand without tags and the other is JSON too, both are one schema: llguidance could not tell a call's
+    beginning from that of another object. Then there is one call.
+    """
+    if not form.bare or asked.kind != "json_schema":
+        return replace(asked, calls=constraint(tools, form, None, parallel))
+    options: list[Any] = [{"type": "object", "required": ["name", form.arguments], "properties": {
+        "name": {"const": function["name"]}, form.arguments: _parameters(function)}}
+        for function in (tool["function"] for tool in tools)]  # fmt: skip
+    options.append(json.loads(asked.text))
+    moved = [_moved(option, f"#/anyOf/{at}" + (f"/properties/{form.arguments}" if at < len(tools) else ""))
+             for at, option in enumerate(options)]  # fmt: skip
+    return replace(asked, text=json.dumps({"anyOf": moved, "x-guidance": _SPACING}, ensure_ascii=False))
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """Return a schema whose references are right where it stands at `place` of another."""
+    if isinstance(schema, list):
+        return [_moved(item, place) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {name: _moved(value, place) for name, value in schema.items()}
+    if isinstance(to := schema.get("$ref"), str) and to.startswith("#"):
+        moved["$ref"] = place + to[1:]
+    return moved
+
+
+def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
+    given = function.get("parameters")
+    return {"type": "object", **(_NONE if given is None else given)}
 
 
 def constraint(
@@ -230,8 +278,7 @@ def constraint(
     for function in (tool["function"] for tool in tools):
         if name in (None, function["name"]):
             head = f'{{"name": {literal(function["name"])}, "{form.arguments}": '
-            given = function.get("parameters")
-            schema = {"type": "object", **(_NONE if given is None else given), "x-guidance": _SPACING}
+            schema = {**_parameters(function), "x-guidance": _SPACING}
             calls.append(f"{literal(form.spelled[0] + head)} %json {json.dumps(schema)} "
                          f"{literal('}' + form.spelled[1])}")  # fmt: skip
     return "\n".join([

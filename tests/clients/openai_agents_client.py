@@ -47,5 +47,38 @@ async def ask(url: str) -> None:
           importlib.metadata.version("openai"), "ok")  # fmt: skip
 
 
+def adder(asked: list[int]) -> agents.Tool:
+    """Return a tool that notes the sums for which it was asked."""
+
+    @agents.function_tool
+    def add(a: int, b: int) -> int:
+        """Add two numbers."""
+        asked.append(a + b)
+        return a + b
+
+    return add
+
+
+async def ask_for_both(url: str) -> None:
+    """Run agents that have a tool and a typed answer: the scripted model calls, and then there is the answer.
+
+        python tests/clients/scripted.py --call '{"name": "add", "arguments": {"a": 1, "b": 2}}'
+        python tests/clients/run.py openai-agents --scripted
+    """
+    agents.set_tracing_disabled(True)
+    client = openai.AsyncOpenAI(base_url=url + "/v1", api_key="None", max_retries=0)
+    for kind in (agents.OpenAIResponsesModel, agents.OpenAIChatCompletionsModel):
+        asked: list[int] = []
+
+        agent = agents.Agent("both", instructions="Be brief.", model=kind("default", client), tools=[adder(asked)],
+                             output_type=Town)  # fmt: skip
+        whole = await agents.Runner.run(agent, "What is 1 and 2?")
+        streamed = agents.Runner.run_streamed(agent, "What is 1 and 2?")
+        async for _ in streamed.stream_events():
+            pass
+        assert asked == [3, 3] and isinstance(whole.final_output, Town) and isinstance(streamed.final_output, Town)
+    print("openai-agents", importlib.metadata.version("openai-agents"), "ok")
+
+
 if __name__ == "__main__":
-    asyncio.run(ask(sys.argv[1]))
+    asyncio.run((ask_for_both if "--scripted" in sys.argv else ask)(sys.argv[1]))

@@ -3,6 +3,8 @@
     python -m minispec.server --chat-template hermes
     python tests/clients/run.py litellm [--url http://127.0.0.1:30000]
 
+Agents are run against a scripted model (tests/clients/scripted.py), with the call that stands in their script.
+
 These clients install heavily, or pin versions beside which others cannot be installed. Each gets a folder under
 ~/.cache/minispec/clients, made at its first run with the newest versions; those that need torch take that of the
 environment that runs this script, so run it in the server's. What this script does not know, as the `--examples` of
@@ -44,6 +46,15 @@ CLIENTS = {
     "guidance": Client(("guidance", "openai"), ("{bin}/python", "{here}/guidance_client.py", "{url}")),
     "langchain": Client(("langchain-openai",), ("{bin}/python", "{here}/langchain_client.py", "{url}")),
     "aiperf": Client(("aiperf",), ("{bin}/python", "{here}/aiperf_run.py", "{url}", "{model}")),
+    "aider": Client(("aider-chat",), ("{bin}/python", "{here}/aider_client.py", "{url}")),
+    "anthropic": Client(("anthropic",), ("{bin}/python", "{here}/anthropic_client.py", "{url}")),
+    "claude-code": Client(("@anthropic-ai/claude-code",), ("node", "{out}/claude_code_node.mjs", "{url}")),
+    "codex": Client(("@openai/codex",), ("node", "{out}/codex_node.mjs", "{url}")),
+    "llama-index": Client(
+        ("llama-index-llms-openai-like",), ("{bin}/python", "{here}/llama_index_client.py", "{url}")
+    ),
+    "opencode": Client(("opencode-ai",), ("node", "{out}/opencode_node.mjs", "{url}")),
+    "smolagents": Client(("smolagents[openai]",), ("{bin}/python", "{here}/smolagents_client.py", "{url}")),
     "ai": Client(
         ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "zod"), ("node", "{out}/ai_node.mjs", "{url}")
     ),

@@ -34,8 +34,8 @@ from minispec.experts import Experts
 class PackedLinear(nn.Module):
     """A linear layer whose weight is held in a layout for several rows; inference on a CPU only.
 
-    keep: hold it as it came from the file as well, for one row in compiled code. compiled: whether most callers will be
-    compiled, without which the template is not worth having.
+    keep: hold it as it came from the file as well, for one row in compiled code, and for eager code where the template
+    has the others. compiled: whether the template may have them; it is compiled code.
     """
 
     kept: Tensor | None

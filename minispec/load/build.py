@@ -143,12 +143,12 @@ class Build:
             if any(block.sparse for block in _blocks(drafter.network)):
                 raise ValueError(_no_experts("--speculative-draft-model-quantization", "fp8"))
             use_fp8(drafter.network)
-        if self.device.type == "cpu" and self.compiled and (why := reason_against(self.dtype)):
+        if self.device.type == "cpu" and self.compiled and keep and (why := reason_against(self.dtype)):
             self.tell(f"products of several rows are oneDNN's, not those of Inductor's template: {why}")
         if self.device.type == "cpu" and can_pack(self.dtype):
             for model in (network, drafter.network, beside):
                 if model is not None:
-                    pack_linears(model, keep, self.compiled)
+                    pack_linears(model, keep, self.compiled and keep)
             if keep:
                 pack_integers(network, self.compiled)
         return parts
@@ -201,7 +201,8 @@ class Build:
         if self.compiled:
             network.compile_blocks(compiler)
             drafter.compile(compiler)
-            for model in (network, drafter.network, beside):
+            # The steps of several requests make these graphs in the warm-up; without them nothing would.
+            for model in (network, drafter.network, beside) if sizes.max_running > 1 else ():
                 for head in own_heads(model):
                     head.compile_alone(compiler)
         kv = make_kv(self.config, network, sizes, pages)

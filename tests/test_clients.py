@@ -78,17 +78,19 @@ def test_one_call_ends_the_answer_where_calls_may_not_be_parallel(caller: Runnin
 
 
 def test_openai_gets_the_call_that_it_requires_or_names_and_json_of_a_schema(caller: Running) -> None:
-    """The model would begin with a thought; a grammar lets it write nothing but what is asked for."""
+    """The model begins with a thought; after it a grammar lets it write nothing but what is asked for."""
     api = client(caller)
     other = {"type": "function", "function": {"name": "clock", "parameters": {
         "type": "object", "properties": {"zone": {"enum": ["UTC", "CET"]}}, "required": ["zone"],
         "additionalProperties": False}}}  # fmt: skip
     named: Any = {"type": "function", "function": {"name": "clock"}}
-    wish: dict[str, Any] = {"model": "any", "messages": [ASK], "tools": [ADD, other], "max_tokens": 60}
+    wish: dict[str, Any] = {"model": "any", "messages": [ASK], "tools": [ADD, other], "max_tokens": 200,
+                            "temperature": 0.3}
     for choice, names in (("required", {"add", "clock"}), (named, {"clock"})):
         for seed in (1, 2):
             answer = api.chat.completions.create(**wish, tool_choice=choice, parallel_tool_calls=False, seed=seed)
             (call,) = answer.choices[0].message.tool_calls
+            assert answer.choices[0].message.reasoning_content == THOUGHT
             assert answer.choices[0].finish_reason == "tool_calls" and call.function.name in names
             assert json.loads(call.function.arguments).keys() <= {"a", "zone"}
 
@@ -96,10 +98,10 @@ def test_openai_gets_the_call_that_it_requires_or_names_and_json_of_a_schema(cal
         zone: Literal["UTC", "CET"]
         summer: bool
 
-    parsed = api.chat.completions.parse(model="any", messages=[ASK], response_format=Zone, seed=3)
+    parsed = api.chat.completions.parse(model="any", messages=[ASK], response_format=Zone, seed=3, temperature=0.3)
     assert parsed.choices[0].message.parsed.zone in ("UTC", "CET")
     for field in ({"structured_outputs": {"choice": ["UTC", "CET"]}}, {"guided_choice": ["UTC", "CET"]}):
-        chosen = api.chat.completions.create(model="any", messages=[ASK], extra_body=field, seed=3)
+        chosen = api.chat.completions.create(model="any", messages=[ASK], extra_body=field, seed=3, temperature=0.3)
         assert chosen.choices[0].message.content in ("UTC", "CET") and chosen.choices[0].finish_reason == "stop"
 
 
@@ -134,7 +136,7 @@ def test_openai_parses_responses_and_gets_the_call_that_it_requires(caller: Runn
         zone: Literal["UTC", "CET"]
         summer: bool
 
-    wish: dict[str, Any] = {"model": "any", "input": [ASK], "extra_body": {"seed": 3}}
+    wish: dict[str, Any] = {"model": "any", "input": [ASK], "temperature": 0.3, "extra_body": {"seed": 3}}
     assert api.responses.parse(**wish, text_format=Zone).output_parsed.zone in ("UTC", "CET")
     with api.responses.stream(**wish, text_format=Zone) as stream:
         assert stream.get_final_response().output_parsed == api.responses.parse(**wish, text_format=Zone).output_parsed
@@ -142,7 +144,8 @@ def test_openai_parses_responses_and_gets_the_call_that_it_requires(caller: Runn
     tools: Any = [clock, {"type": "function", **ADD["function"]}]
     for choice, names in (("required", {"add", "clock"}), ({"type": "function", "name": "clock"}, {"clock"})):
         answer = api.responses.create(**wish, tools=tools, tool_choice=choice, parallel_tool_calls=False)
-        (call,) = answer.output
+        thought, call = answer.output
+        assert thought.content[0].text == THOUGHT
         assert call.name in names and json.loads(call.arguments).keys() <= {"a", "zone", "summer"}
     for field, value in (("store", True), ("previous_response_id", "resp_1")):
         with pytest.raises(openai.BadRequestError, match="nothing is stored") as caught:
@@ -154,8 +157,10 @@ def test_openai_calls_a_tool_although_it_wants_an_answer_of_a_type(caller: Runni
     """The reply is one or the other, as the seed has it; neither is invented."""
     schema = {"type": "object", "properties": {"zone": {"enum": ["UTC", "CET"]}}, "required": ["zone"]}
     form: Any = {"type": "json_schema", "json_schema": {"name": "Zone", "schema": schema}}
-    wish: dict[str, Any] = {"model": "any", "messages": [ASK], "tools": [ADD], "response_format": form,
-                            "max_tokens": 60}  # fmt: skip
+    thought = {"role": "assistant", "content": f"{THOUGHT}</think>So"}
+    go_on = {"continue_final_message": True, "add_generation_prompt": False}
+    wish: dict[str, Any] = {"model": "any", "messages": [ASK, thought], "tools": [ADD], "response_format": form,
+                            "max_tokens": 60, "extra_body": go_on}  # fmt: skip
     made = set()
     for seed in range(12):
         message = client(caller).chat.completions.create(**wish, seed=seed).choices[0].message

@@ -72,7 +72,7 @@ LOOKS = {  # operations whose result the host must know, a size included
 }  # fmt: skip
 
 
-class HostWaits(AssertionError):
+class HostWaits(BaseException):  # no handler of the engine may take it
     """A step made the host wait for the device."""
 
 

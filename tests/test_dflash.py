@@ -772,7 +772,7 @@ def test_a_window_leaves_the_block_the_newest_rows(window: int, folder: Path) ->
 def test_lookups_stand_beside_it_by_default(folder: Path) -> None:
     drafter = made(folder)
     assert isinstance(drafter, Lookups) and isinstance(drafter.head, DFlashDrafter)
-    assert [size.nodes for size in drafter.trees] == [5, 12] and drafter.lookahead == 0
+    assert [size.nodes for size in drafter.trees] == [5, 8] and drafter.lookahead == 0
     scheduler = build(MODEL, drafter)
     requests = mixed_requests(4, max_new_tokens=12)
     run(scheduler, requests)

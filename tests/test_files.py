@@ -85,7 +85,14 @@ def break_slot(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> SamplingParams:
 def break_text(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> SamplingParams:
     """Let the tokenizer raise for the request that wants special tokens."""
     make = llm.tokenizer.detokenizer
-    monkeypatch.setattr(llm.tokenizer, "detokenizer", lambda p: make(p) if p.skip_special_tokens else None)
+
+    def spoiled(params: SamplingParams) -> Any:
+        made = make(params)
+        if not params.skip_special_tokens:
+            made.append, made.flush, made.follow = None, str, list
+        return made
+
+    monkeypatch.setattr(llm.tokenizer, "detokenizer", spoiled)
     return SamplingParams(max_new_tokens=4, skip_special_tokens=False)
 
 

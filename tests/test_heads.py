@@ -930,7 +930,7 @@ REFUSED: dict[str, tuple[MakeFormat, Callable[[Format], None], str]] = {
         eagle3_official, set_config(quantization_config={"quant_method": "awq"}),
         "has a quantization_config with quant_method 'awq'",
     ),
-    "two layers": (eagle_original, add("layers.1.mlp.up_proj.weight", INNER, H), "have 2 layers, layers.0 and 1;"),
+    "two layers": (eagle_original, add("layers.1.mlp.up_proj.weight", INNER, H), "layers.0 and 1, and such"),
     "two layers 3": (eagle3_official, add("layers.1.mlp.up_proj.weight", INNER, H), "unknown.*layers.1.mlp.up_proj"),
     "second mtp layer": (mtp_in_target, add("model.mtp_layers.1.input_proj.weight", H, H), "have 2 layers, mtp_layers"),
     "vLLM's": (eagle_original, nested_in_model, "head's sizes within model, as vLLM's converter writes them"),

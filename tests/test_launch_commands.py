@@ -405,7 +405,7 @@ def test_without_numbers_the_documented_ones_are_told_and_those_of_lookups_apart
         llm = LLM(config=config_from_args([*bare, *APPENDED], {}))
         stats, line = llm.scheduler.stats(), startup_line(llm.config, llm.scheduler)
         assert tuple(stats[name] for name in NUMBERS) == documented
-        assert stats["speculative_lookup_num_draft_tokens"] == 12
+        assert stats["speculative_lookup_num_draft_tokens"] == 8
         steps, topk, nodes = documented
         assert f"num_steps={steps}, eagle_topk={topk}, draft_tokens={nodes}, lookup_draft_tokens=12" in line
 

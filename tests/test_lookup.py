@@ -405,7 +405,7 @@ def test_texts_are_looked_up_where_that_is_asked_for_beside_what_drafts_on_the_d
     assert asked.looks_up(True) and asked.looks_up(False) and not Config(speculative_lookup=False).looks_up(True)
     assert Config().looks_up(True) and not Config().looks_up(False) and not Config(**numbers).looks_up(True)
     assert not Config(speculative_algorithm="NGRAM", speculative_lookup=True).looks_up(True)
-    assert lookup_nodes(Config(**numbers), 6) == 6 and lookup_nodes(asked, 6) == 12
+    assert lookup_nodes(Config(**numbers), 6) == 6 and lookup_nodes(asked, 6) == 8
     assert not Config(speculative_ngram_capacity=1000, speculative_lookup=True).notes, "they act beside a head"
     assert Config(speculative_ngram_capacity=1000, speculative_lookup=False).notes
 

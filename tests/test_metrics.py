@@ -240,7 +240,7 @@ def test_keys_guard_every_route_but_health_and_the_page(locked: Running) -> None
     assert len(paths) > 10
     for path in sorted(paths):
         where = path.replace("{id}", "org/tiny")
-        is_open = path in ("/", "/health", "/health_generate")
+        is_open = path in ("/", "/health", "/health_generate", "/ping")
         assert ask(locked, where)[0] == (200 if is_open else 401), path
         assert ask(locked, where, "wrong")[0] == (200 if is_open else 401), path
         assert ask(locked, where, "user-key")[0] == ask(locked, where, "admin-key")[0] == 200, path

@@ -38,7 +38,7 @@ def test_the_default_model_drafts_with_eagle3_and_its_vocabulary_maps_come_along
 
 def test_on_a_cpu_heads_that_ship_draft_in_the_shape_measured_fastest() -> None:
     shape = lambda on_cpu=True, **flags: tree_shape(Config(**flags), "LlamaForCausalLM", on_cpu)  # noqa: E731
-    assert shape() == shape(speculative_algorithm="NEXTN") == (1, 1, 2) and shape(on_cpu=False) == (5, 4, 8)
+    assert shape() == shape(speculative_algorithm="NEXTN") == (3, 4, 8) and shape(on_cpu=False) == (5, 4, 8)
     assert shape(speculative_num_steps=3, speculative_eagle_topk=1, speculative_num_draft_tokens=4) == (3, 1, 4)
     assert shape(speculative_algorithm="STANDALONE") == (3, 1, 4)
     for other in ({"model_path": "x"}, {}):

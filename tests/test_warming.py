@@ -140,7 +140,7 @@ def test_steps_and_shapes_stand_in_one_order_one_request_first() -> None:
         "decode, batch 2, 6 nodes a tree", "decode, batch 2, 3 nodes a tree", "decode, batch 2, 1 nodes a tree",
     ]  # fmt: skip
     assert shapes(scheduler.engine) == [
-        "target, one sequence of any length, folded", "draft's committed tokens, one sequence of 4 rows",
+        "target, one sequence of 6 rows", "draft's committed tokens, one sequence of 4 rows",
         "draft's frontiers, one sequence of 2 rows",
         "target, one sequence of 3 rows", "draft's committed tokens, one sequence of 3 rows",
         "target, one sequence of one row", "target, prompts of any length",

@@ -146,7 +146,7 @@ class Soak:
         """Send a request, maybe not all of it, and hang up at a random moment."""
         wish, draw = self.draw.choice(self.wanted), self.draw
         raw = json.dumps(wish.body(stream=draw.random() < 0.5)).encode()
-        raw = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n".encode() + raw
+        raw = f"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n\r\n".encode() + raw
         reader, writer = await asyncio.open_connection(self.host, int(self.port))
         writer.write(raw[: draw.randrange(len(raw))] if draw.random() < 0.2 else raw)
         if draw.random() < 0.5:

@@ -121,7 +121,8 @@ class Soak:
             return
         self.seconds["answer"].append(time.monotonic() - begun)
         got, known = texts(answer) if status == 200 else [], self.expected[index]
-        if rid is not None and len(got) == len(known) and all(map(str.startswith, known, got)):
+        cut = [text.rstrip("\ufffd") for text in got]  # what is cut may end in half a character
+        if rid is not None and len(got) == len(known) and all(map(str.startswith, known, cut)):
             self.counts["aborted or finished"] += 1
         elif got == known:
             self.counts["good"] += 1

@@ -245,7 +245,8 @@ def test_the_rehearsal_has_the_graphs_of_the_engine(algorithm: str, tmp_path: Pa
     assert noted[0] == noted[1]
     around = [name for name in shapes(engine) if name.startswith("around")]
     if algorithm != "STANDALONE":
-        assert len(noted[0]) == len(shapes(engine)) + (AROUND - 1) * len(around)
+        one_less = algorithm == "DFLASH"  # its opening reads no noise: one graph for greedy and sampled steps
+        assert len(noted[0]) == len(shapes(engine)) + (AROUND - 1) * len(around) - one_less
     else:  # of a step with trees: draft and target are of one shape, and have two, three and four rows
         assert len(noted[0]) == 3 + 2 * AROUND
 

@@ -407,7 +407,7 @@ def test_without_numbers_the_documented_ones_are_told_and_those_of_lookups_apart
         assert tuple(stats[name] for name in NUMBERS) == documented
         assert stats["speculative_lookup_num_draft_tokens"] == 8
         steps, topk, nodes = documented
-        assert f"num_steps={steps}, eagle_topk={topk}, draft_tokens={nodes}, lookup_draft_tokens=12" in line
+        assert f"num_steps={steps}, eagle_topk={topk}, draft_tokens={nodes}, lookup_draft_tokens=8" in line
 
 
 # A cell of each kind that the older pages have, with the import changed: they name a port or get one.

@@ -155,6 +155,7 @@ def _lower() -> None:
 
     @lowering.register_lowering(torch.ops.minispec.blocked_linear.default, type_promotion_kind=None)
     def lower(x: Any, weight: Any, features: int, wide: bool) -> Any:
+        """Return the node of the template over these inputs, which Inductor fuses what follows into."""
         x, weight = (ir.ExternKernel.require_contiguous(part) for part in realize_inputs(x, weight))
         layout = ir.FixedLayout(x.get_device(), torch.float32 if wide else x.get_dtype(), [x.get_size()[0], features])
         choices: list[Any] = []

@@ -119,10 +119,9 @@ class Corpora:
     def __contains__(self, name: str) -> bool:
         return name in self._all
 
-    def name(self, slot: int, corpus: str | None) -> None:
-        """Note which corpus the request of a slot drafts from; None: from all."""
-        if corpus is not None:
-            self._named[slot] = corpus
+    def name(self, slot: int, corpus: str) -> None:
+        """Note which corpus the request of a slot drafts from; without a note it drafts from all."""
+        self._named[slot] = corpus
 
     def follow(self, slot: int, text: Sequence[int], count: int, longest: int) -> tuple[list[int], int]:
         """Return what followed the longest match of a text's last tokens, at most `count` tokens, and its length.

@@ -100,7 +100,6 @@ class Key:
     ready = True  # if the key is a step: whether all its graphs are made
     original: Key | None = None  # if this key is a copy: the key whose tensors and graphs it shares
     few = False  # whether the key's rows are so few that each number of rows has its own graph
-    moving: tuple[Tensor, ...] = ()  # tensors that may be replaced between calls; a new tuple announces a replacement
 
     @property
     def of_batch(self) -> Sequence[Tensor]:

@@ -98,14 +98,13 @@ class PagedGather:
         """Return where the layers have a decode step's strip, of so many rows; they are told of a new reach."""
         layers = cast(list[GatherLayer], self._layers)
         first, batch = layers[0], self.plan.batch
-        if not first.moving or first.read.shape[1] != reach:
+        if "read" not in vars(first) or first.read.shape[1] != reach:
             all_rows, all_masks = self._make()
             read, shape = all_rows[: batch * reach].view(batch, reach), (batch, 1, self.plan.width, reach)
             # Contiguous, unless compiled code writes masks for all rows of the slot.
             mask = all_masks[..., :reach] if self.few else all_masks.view(-1)[: math.prod(shape)].view(shape)
-            moving = (read, mask)
             for layer in layers:
-                layer.read, layer.mask, layer.moving = read, mask, moving
+                layer.read, layer.mask = read, mask
         return first.read, first.mask
 
     def _make(self) -> tuple[Tensor, Tensor]:
@@ -265,7 +264,6 @@ class GatherLayer(Key):
     def __init__(self, keys: Tensor, values: Tensor, gather: PagedGather) -> None:
         self.keys, self.values, self.plan = keys, values, gather.plan
         self.rows, self.folds, self.few, self.multiplies = gather.plan.rows, gather.folds, gather.few, gather.multiplies
-        self.moving: tuple[Tensor, ...] = ()  # read and mask
 
     @property
     def any_size(self) -> Sequence[tuple[Tensor, tuple[int, ...]]]:

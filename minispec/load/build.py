@@ -26,7 +26,7 @@ from minispec.attention import AttendKind, PagedFlex
 from minispec.buffers import Sizes, coarse_batches
 from minispec.compiled import CompileFor, Compiler, Step, autotuned
 from minispec.config import WIDE, Config, flag_name
-from minispec.cpu.direct import DirectStep, cache_is_empty, prepare
+from minispec.cpu.direct import DirectStep, prepare
 from minispec.cpu.gather import PagedGather
 from minispec.cpu.huge_pages import move_to_huge_pages, move_when_idle, sparse
 from minispec.cpu.int8 import TEXT, check_int8, pack_integers, quantize, replace_weights
@@ -239,8 +239,7 @@ class Build:
             dtype = dtype_line(config, self.hf_config["torch_dtype"], self.dtype)
             self.tell(f"loading {config.served_name} as {dtype} on {self.device.type}")
             parts = self.parts()
-            if self.later and not cache_is_empty():
-                # Graphs in the cache are loaded before weights move.
+            if self.later:  # what is in files is loaded before weights move
                 self._mover = threading.Thread(target=move_when_idle, name="huge pages", daemon=True)
             else:
                 move_to_huge_pages(self.device)

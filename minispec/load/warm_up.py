@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from minispec.buffers import DecodeBuffers, PrefillBuffers
-from minispec.cpu.direct import DirectStep, OneMade, one_graph
+from minispec.cpu.direct import DirectStep, from_files
 from minispec.cpu.linear import own_heads
 from minispec.engine import COMPILED, Engine
 from minispec.sampling import GREEDY
@@ -113,21 +114,19 @@ def _run_on_padding(engine: Engine, step: DecodeBuffers | PrefillBuffers) -> Non
 
 
 @torch.inference_mode()
-def make_graph(engine: Engine, step: DecodeBuffers | PrefillBuffers, from_cache: bool = False) -> bool:
-    """Make at most one of the graphs that a step lacks; returns whether the step now has all its graphs and is ready.
+def make_graphs(engine: Engine, step: DecodeBuffers | PrefillBuffers, compiles: bool = True) -> None:
+    """Make the graphs that a step lacks, and set it `ready`.
 
-    from_cache: raise `direct.NotCached` if the graph would have to be compiled. After this or another exception the
-    step runs eagerly, as before.
+    compiles: False takes them from files, and raises `NotMade` where one is in no file. After an exception the step
+    runs eagerly, as before.
     """
-    step.ready = True  # for this run, which ends as soon as a second graph is lacking
+    step.ready = True  # for this run
     try:
-        with one_graph(from_cache):
+        with nullcontext() if compiles else from_files():
             _run_on_padding(engine, step)
-    except Exception as error:
+    except BaseException:
         step.ready = False
-        if not isinstance(error, OneMade):
-            raise
-    return step.ready
+        raise
 
 
 def time_steps(engine: Engine, batch: int) -> None:

@@ -1,12 +1,12 @@
-"""Compiling beside a server that serves already: processes fill Inductor's cache, and the engine takes graphs from it.
+"""Compiling beside a server that serves already: processes make files of compiled functions, and the engine loads them.
 
 On a CPU compiling takes minutes, and meanwhile the engine serves eagerly, at two thirds of the speed. Compiling in the
 server's own process would stop it for ten seconds at a time, since a compiler in Python holds the interpreter.
 
 Each process builds the same engine, all of whose layers are one without meaning (`build.rehearse`), is told one kind of
-step after the other (`steps_of`), and prints a line when it has compiled it. The engine thread then makes the step's
-graphs by the same function (`make_graph`), between two steps of its own: each costs half a second, since the cache has
-what takes long. While the cache has what is asked for, no process is started.
+step after the other (`steps_of`), and prints a line when the step's functions are in files (`compiled_files.py`). Then
+the engine thread loads them by the same function (`make_graphs`), between two steps of its own, in some tenths of a
+second. While all that is asked for is in files, no process is started.
 
 The server has the processor before them (NICENESS), and they end with it, however that ends: when its standard input,
 a pipe from the server, closes, a process kills itself and the compilers that it started.
@@ -119,10 +119,9 @@ class Warming:
         self.children: list[CompilerProcess] = []
         self.failed = ""  # why steps go on eagerly for good
         self._trial = llm.try_out() if llm.compile_later else iter(())  # times steps and tests the head, in parts
-        self._missed = False  # whether the cache lacked what the process had compiled
+        self._missed = False  # whether there was no file of what a process had compiled
         self._rest_until = 0.0
         self._threads = 0  # that torch used before the processes were started
-        self._waits = False  # for what the compiler can do
 
     @property
     def state(self) -> str:
@@ -137,21 +136,16 @@ class Warming:
         return f"{'incomplete' if self.failed else 'warming'} {done}/{self.total}"
 
     def turn(self, busy: bool) -> bool:
-        """Make at most one graph, between two steps; returns whether anything was done.
+        """Make the graphs of at most one step, between two steps; returns whether anything was done.
 
-        busy: requests are under way, so after each graph they get as long as it took, and nothing is compiled here.
+        busy: requests are under way, so after each step they get as long as it took, and nothing is compiled here.
         """
-        from minispec.cpu.direct import cache_is_empty  # here, since the server listens before torch is imported
-
         if self.engine.settled:  # what is tried out needs slots and pages, so it waits until nobody else does
             return not busy and next(self._trial, self) is not self
         self._tell_children()
         if not self.todo or self.failed:
             return self._end()
-        if not self.children and cache_is_empty():
-            self._start_children()
-            return True
-        if (step := self._next()) is None or not self._compiler_is_known():
+        if (step := self._next()) is None:
             return False
         if busy and (self._missed or time.monotonic() < self._rest_until):
             return False
@@ -173,42 +167,26 @@ class Warming:
         made = set().union(*(child.made for child in self.children))
         return next((step for step in self.todo if not self.children or step.name in made), None)
 
-    def _compiler_is_known(self) -> bool:
-        """Return whether it is known what the compiler can do; if not, `wake` is called as soon as it is."""
-        from minispec.cpu.direct import compiler_known
-
-        asking = compiler_known()
-        if asking.is_alive() and not self._waits:
-            self._waits = True
-            threading.Thread(target=self._wake_after, args=(asking,), name="wake", daemon=True).start()
-        return not asking.is_alive()
-
-    def _wake_after(self, asking: threading.Thread) -> None:
-        asking.join()
-        self._wake()
-
     def _make(self, step: DecodeBuffers | PrefillBuffers, started: float) -> None:
-        """Make a graph of the next step, from the cache unless what a process had compiled was not there."""
-        from minispec.cpu.direct import NotCached
-        from minispec.load.warm_up import make_graph
+        """Make a step's graphs, from files unless what a process had compiled was in none."""
+        from minispec.compiled_files import NotMade
+        from minispec.load.warm_up import make_graphs
 
         try:
-            complete = make_graph(self.engine, step, from_cache=not self._missed)
-        except NotCached:
+            make_graphs(self.engine, step, compiles=self._missed)
+        except NotMade as error:
             if not self.children:
                 self._start_children()
             else:
                 self._missed = True
-                logger.warning("compiled code of %s is not in the cache: it will be compiled here, while nobody waits",
-                               step.name)  # fmt: skip
+                logger.warning("%s: %s; it will be compiled here, while nobody waits", step.name, error)
         except Exception as error:
             logger.exception("%s cannot be compiled", step.name)
             self.failed = f"{type(error).__name__}: {error}"
         else:
-            if complete:
-                self.todo.remove(step)
-                logger.info("compiled %d/%d: %s, %.1f s", self.total - len(self.todo), self.total, step.name,
-                            time.monotonic() - started)  # fmt: skip
+            self.todo.remove(step)
+            logger.info("compiled %d/%d: %s, %.1f s", self.total - len(self.todo), self.total, step.name,
+                        time.monotonic() - started)  # fmt: skip
 
     def _start_children(self) -> None:
         import torch
@@ -269,15 +247,14 @@ def compile_steps(recipe: CompilerTask, names: queue.SimpleQueue[str]) -> None:
     import torch
 
     from minispec.load.build import rehearse
-    from minispec.load.warm_up import make_graph, steps_of
+    from minispec.load.warm_up import make_graphs, steps_of
 
     torch.set_num_threads(recipe.threads)
     engine = rehearse(recipe.config, recipe.pages)
     steps = {step.name: step for step in steps_of(engine)}
     while True:
         name = names.get()
-        while not make_graph(engine, steps[name]):
-            pass
+        make_graphs(engine, steps[name])
         print(f"{MADE}{name}", flush=True)
 
 

@@ -1,0 +1,315 @@
+"""Compiled functions as files: made once by any process, loaded by every later one in a tenth of a second.
+
+`torch.compile(f).aot_compile(arguments)` traces and compiles a function and runs nothing. What it returns can be saved,
+and loaded without asking Dynamo (the tracer of torch.compile) again.
+
+A graph takes much for granted: sizes and dtypes of tensors, numbers, types, which tensors are one. Dynamo lists all of
+it as its guards, which it would check at each call. Here guards become facts, which stand in the file beside the code:
+an expression over the function's arguments and what it gave, as text. They are checked once, before a file's code is
+called for new arguments (`Loaded.fits`), so a wrong file is never run. A file's name only has to find it: it holds what
+can be seen without tracing. Files of one name that differ in facts are numbered.
+
+What facts do not show stands in the name (`machine`): PyTorch, processor, threads, Inductor's options, the code that
+lowers our operators. And a file knows the source that was traced, by checksum.
+
+A file is code, since loading unpickles. So the folder and all above it must be writable by this user or root alone, and
+so must the file. The folder lies in Inductor's own cache, where each file's machine code is.
+
+Read next: `cpu/direct.py`, which calls what is loaded; `serve/warming.py`, whose processes make files for a server.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import functools
+import hashlib
+import inspect
+import io
+import json
+import logging
+import os
+import platform
+import shutil
+import stat
+import sys
+import tempfile
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger("minispec")
+
+CACHE = "TORCHINDUCTOR_CACHE_DIR"  # the variable that names Inductor's cache
+FORMAT = 1  # to be raised when what a file holds changes
+LONGEST = 64  # bytes of the number at the head of a file
+
+Facts = Mapping[str, Any]  # expressions over a function's arguments, and what `described` says of each value
+# Guards that say nothing about the graph's inputs: no module of ours has hooks, and a type is described with its value.
+_IGNORED = ("EMPTY_NN_MODULE_HOOKS_DICT", "NOT_PRESENT_IN_GENERIC_DICT")
+
+
+# ---- facts -----------------------------------------------------------------------------------------------------------
+
+
+def described(value: Any) -> Any:
+    """Return all that a graph may take for granted of a value, in JSON's types; None stands for a size from two on.
+
+    It does so in a dimension that is marked as one of any length.
+    """
+    if isinstance(value, Tensor):
+        marked = getattr(value, "_dynamo_weak_dynamic_indices", ())
+        sizes = [None if at in marked and size != 1 else size for at, size in enumerate(value.shape)]
+        steps = [step for step, size in zip(value.stride(), value.shape, strict=True) if size != 1]
+        kind = f"{type(value).__name__} {value.dtype} {value.device} {value.requires_grad}"
+        return [kind, sizes, value.is_contiguous() if None in sizes else steps]
+    if isinstance(value, (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType)):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, (set, frozenset)):
+        return repr(sorted(map(repr, value)))
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device)):
+        return repr(value)
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    return f"{kind} of {len(value)}" if isinstance(value, (tuple, list, dict)) else kind
+
+
+def _holds(fact: Any, value: Any) -> bool:
+    """Return whether what a file says of a value is true of this one."""
+    if not isinstance(fact, list) or not isinstance(value, Tensor):
+        return bool(fact == described(value))
+    kind, sizes, steps = fact
+    now = [size if wanted is not None or size == 1 else None for wanted, size in zip(sizes, value.shape, strict=False)]
+    strided = [step for step, size in zip(value.stride(), value.shape, strict=True) if size != 1]
+    return (
+        kind == f"{type(value).__name__} {value.dtype} {value.device} {value.requires_grad}"
+        and len(sizes) == value.dim() and now == sizes
+        and steps == (value.is_contiguous() if None in sizes else strided)
+    )  # fmt: skip
+
+
+def _same(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return, for each expression that gives the tensor of an earlier one, that one."""
+    first: dict[int, str] = {}
+    pairs = {name: first.setdefault(id(value), name) for name, value in values.items() if isinstance(value, Tensor)}
+    return {name: other for name, other in pairs.items() if name != other}
+
+
+class Loaded(NamedTuple):
+    """A compiled function, and what it takes for granted."""
+
+    function: Callable[..., Any]  # before it was compiled
+    facts: Facts
+    same: Mapping[str, str]  # expressions that give one tensor
+    call: Callable[..., Any]
+
+    def fits(self, args: Sequence[Any]) -> bool:
+        """Return whether the code is right for these arguments, the owner included."""
+        cells = [cell.cell_contents for cell in self.function.__closure__ or ()]
+        names = dict(zip((*_parameters(self.function), *self.function.__code__.co_freevars), (*args, *cells), strict=True))
+        values = {}
+        try:
+            for name, fact in self.facts.items():
+                values[name] = eval(_code(name), names)
+                if not _holds(fact, values[name]):
+                    return False
+        except (AttributeError, LookupError, TypeError):  # something that the code reads is not there
+            return False
+        return _same(values) == self.same
+
+
+@functools.cache
+def _code(expression: str) -> types.CodeType:
+    return compile(expression, "<guard>", "eval")
+
+
+def compile_function(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Loaded, bytes]:
+    """Compile a function for these arguments, without running it; return it, and what a file is to hold."""
+    values: dict[str, Any] = {}
+
+    def note(guards: Sequence[Any]) -> list[bool]:
+        """Note what local guards are about, in the place of keeping them; globals are the traced source's."""
+        for guard in guards:
+            if guard.has_value and not guard.is_global and guard.name and guard.guard_type not in _IGNORED:
+                values[guard.name] = guard.value
+        return [False] * len(guards)
+
+    compiler: Any = torch.compile(function, fullgraph=True, dynamic=False, options={"guard_filter_fn": note})
+    made = compiler.aot_compile((tuple(args), {}))
+    values = dict(sorted(values.items()))
+    loaded = Loaded(function, {name: described(value) for name, value in values.items()}, _same(values), made.fn)
+    sources = {part.module: _checksum(part.module) for part in made.source_info().inlined_sources}
+    code = type(made).serialize(made).serialized_data
+    head = {"facts": loaded.facts, "same": loaded.same, "sources": sources, "code": hashlib.sha256(code).hexdigest()}
+    text = json.dumps(head).encode()
+    return loaded, str(len(text)).encode().ljust(LONGEST) + text + code
+
+
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+@functools.cache
+def _checksum(module: str) -> str:
+    """Return the checksum of a module's source; empty if it has none, or is none of this process."""
+    if (found := sys.modules.get(module)) is None:
+        return ""
+    path = getattr(found, "__file__", None)
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+class NotMade(RuntimeError):
+    """No file has the compiled function, and it was not to be compiled here."""
+
+
+def find(function: Callable[..., Any], args: Sequence[Any], name: str, compiles: bool) -> Loaded:
+    """Return a function compiled for these arguments, the owner first: from a file, or compiled and kept in one.
+
+    name: of the file, without what `machine` says. compiles: False raises NotMade in place of compiling.
+    """
+    path = folder() / f"{function.__qualname__}-{hashlib.sha256(f'{name} {machine()}'.encode()).hexdigest()[:32]}"
+    if (found := _first(path, function, args)) is not None:
+        return found
+    if not compiles:
+        raise NotMade(f"{function.__qualname__} is in no file yet")
+    with _alone(path):  # another process may be about to make it
+        if (found := _first(path, function, args)) is not None:
+            return found
+        made, content = compile_function(function, args)
+        try:
+            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+                file.write(content)
+            os.replace(file.name, next(place for place in _numbered(path) if not place.exists()))
+        except OSError as error:
+            logger.warning("compiled code of %s is not kept: %s", function.__qualname__, error)
+        return made
+
+
+def machine() -> str:
+    """Return what a compiled function takes for granted of the processor, PyTorch, its options, and our operators."""
+    return f"{_fixed()} {hashlib.sha256(repr(_options()).encode()).hexdigest()}"
+
+
+def _options() -> Any:
+    from torch._inductor import config
+
+    return sorted((name, str(value)) for name, value in config.save_config_portable().items())
+
+
+@functools.cache
+def _fixed() -> str:
+    """Return the part of `machine` that stays while this process lives."""
+    here = Path(__file__).parent
+    lowerings = [*sorted(here.glob("*.py")), *sorted((here / "cpu").glob("*.py"))]
+    code = hashlib.sha256(b"".join(path.read_bytes() for path in lowerings)).hexdigest()
+    cpu = torch.cpu.get_capabilities()
+    parts = (FORMAT, torch.__version__, platform.python_version(), platform.machine(), sorted(cpu.items()), code)
+    return repr(parts)
+
+
+def _numbered(path: Path) -> Iterator[Path]:
+    """Yield the places of files of one name."""
+    number = 0
+    while True:
+        yield path.with_name(f"{path.name}.{number}")
+        number += 1
+
+
+def _first(path: Path, function: Callable[..., Any], args: Sequence[Any]) -> Loaded | None:
+    """Return the code of the first file of a name that is right for these arguments; None if there is none."""
+    for place in _numbered(path):
+        try:
+            if (code := _read(place, function, args)) is None:
+                return None
+            if isinstance(code, Loaded):
+                return code
+        except Exception as error:  # what a damaged file or another release's makes of unpickling is anybody's guess
+            logger.warning("%s cannot be loaded and is made anew: %s: %s", place, type(error).__name__, error)
+            place.unlink(missing_ok=True)
+            return None
+    return None
+
+
+def _read(place: Path, function: Callable[..., Any], args: Sequence[Any]) -> Loaded | bool | None:
+    """Return a file's function if it is right for these arguments, False if not, None if there is no such file."""
+    try:
+        file = open(place, "rb")  # noqa: SIM115  closed below
+    except FileNotFoundError:
+        return None
+    with file:
+        if not _ours(os.fstat(file.fileno())):
+            raise PermissionError("it can be written by others")
+        head = json.loads(file.read(int(file.read(LONGEST))))
+        loaded = Loaded(function, head["facts"], head["same"], function)
+        stale = any(_checksum(module) != checksum for module, checksum in head["sources"].items())
+        if stale or not loaded.fits(args):
+            return False
+        code = file.read()
+    if hashlib.sha256(code).hexdigest() != head["code"]:
+        raise ValueError("it is not whole")
+    made: Any = torch.compiler.load_compiled_function(io.BytesIO(code), f_globals=function.__globals__)
+    return loaded._replace(call=made.fn)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Within this, no other process makes a file of this name."""
+    with open(f"{path}.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # the kernel releases it even if this process is killed
+        yield
+
+
+# ---- the folder ------------------------------------------------------------------------------------------------------
+
+
+def folder() -> Path:
+    """Return the folder of the files, in Inductor's cache; it exists.
+
+    A cache that others can write is replaced by one that only this process and its children have.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return _folder(cache_dir())
+
+
+@functools.cache
+def _folder(cache: str) -> Path:
+    path = Path(cache) / "minispec"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = path.resolve()
+        if (why := untrusted(path)) is None and os.access(path, os.W_OK):
+            return path
+        why = why or "it cannot be written"
+    except OSError as error:
+        why = str(error)
+    own = tempfile.mkdtemp(prefix="minispec-inductor-")
+    atexit.register(shutil.rmtree, own, ignore_errors=True)
+    logger.warning("compiled code is not kept in %s, since %s; it is in %s until the end", cache, why, own)
+    os.environ[CACHE] = own
+    return _folder(own)
+
+
+def untrusted(path: Path) -> str | None:
+    """Return why code in a folder must not be run; None if only this user and root can put it there.
+
+    path: resolved, so that no link above it is left. A sticky folder's entries cannot be replaced by others.
+    """
+    for part in (path, *path.parents):
+        status = part.stat()
+        if not _ours(status) and not (status.st_uid in (0, os.getuid()) and status.st_mode & stat.S_ISVTX):
+            return f"{part} can be written by others"
+    return None
+
+
+def _ours(status: os.stat_result) -> bool:
+    """Return whether a file or folder belongs to this user or root, and nobody else can write it."""
+    return status.st_uid in (0, os.getuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

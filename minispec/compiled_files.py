@@ -49,6 +49,8 @@ CACHE = "TORCHINDUCTOR_CACHE_DIR"  # the variable that names Inductor's cache
 FORMAT = 1  # to be raised when what a file holds changes
 LONGEST = 64  # bytes of the number at the head of a file
 
+BACKEND: Any = "inductor"
+
 Facts = Mapping[str, Any]  # expressions over a function's arguments, and what `described` says of each value
 # Guards that say nothing about the graph's inputs: no module of ours has hooks, and a type is described with its value.
 _IGNORED = ("EMPTY_NN_MODULE_HOOKS_DICT", "NOT_PRESENT_IN_GENERIC_DICT")
@@ -109,8 +111,9 @@ class Loaded(NamedTuple):
 
     def fits(self, args: Sequence[Any]) -> bool:
         """Return whether the code is right for these arguments, the owner included."""
-        cells = [cell.cell_contents for cell in self.function.__closure__ or ()]
-        names = dict(zip((*_parameters(self.function), *self.function.__code__.co_freevars), (*args, *cells), strict=True))
+        names = dict(zip(_parameters(self.function), args, strict=True))
+        cells = zip(self.function.__code__.co_freevars, self.function.__closure__ or (), strict=True)
+        names |= {name: cell.cell_contents for name, cell in cells} | {"G": _Globals(self.function.__globals__)}
         values = {}
         try:
             for name, fact in self.facts.items():
@@ -122,31 +125,43 @@ class Loaded(NamedTuple):
         return _same(values) == self.same
 
 
+class _Globals(dict[str, Any]):
+    """A function's globals, and modules by the names that Dynamo gives those of functions which it calls."""
+
+    def __missing__(self, name: str) -> Any:
+        return sys.modules[name.removeprefix("__import_").replace("_dot_", ".")]
+
+
 @functools.cache
 def _code(expression: str) -> types.CodeType:
     return compile(expression, "<guard>", "eval")
 
 
-def compile_function(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Loaded, bytes]:
-    """Compile a function for these arguments, without running it; return it, and what a file is to hold."""
+def compile_function(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Loaded, Any]:
+    """Compile a function for these arguments, without running it; return it, and PyTorch's object for it."""
     values: dict[str, Any] = {}
 
     def note(guards: Sequence[Any]) -> list[bool]:
-        """Note what local guards are about, in the place of keeping them; globals are the traced source's."""
+        """Note what guards are about, in the place of keeping them; names with ___ are Dynamo's own."""
         for guard in guards:
-            if guard.has_value and not guard.is_global and guard.name and guard.guard_type not in _IGNORED:
+            if guard.has_value and guard.name and "___" not in guard.name and guard.guard_type not in _IGNORED:
                 values[guard.name] = guard.value
         return [False] * len(guards)
 
-    compiler: Any = torch.compile(function, fullgraph=True, dynamic=False, options={"guard_filter_fn": note})
+    compiler: Any = torch.compile(function, backend=BACKEND, fullgraph=True, dynamic=False,
+                                  options={"guard_filter_fn": note})  # fmt: skip
     made = compiler.aot_compile((tuple(args), {}))
     values = dict(sorted(values.items()))
-    loaded = Loaded(function, {name: described(value) for name, value in values.items()}, _same(values), made.fn)
+    return Loaded(function, {name: described(value) for name, value in values.items()}, _same(values), made.fn), made
+
+
+def _content(loaded: Loaded, made: Any) -> bytes:
+    """Return what a file is to hold."""
     sources = {part.module: _checksum(part.module) for part in made.source_info().inlined_sources}
     code = type(made).serialize(made).serialized_data
     head = {"facts": loaded.facts, "same": loaded.same, "sources": sources, "code": hashlib.sha256(code).hexdigest()}
     text = json.dumps(head).encode()
-    return loaded, str(len(text)).encode().ljust(LONGEST) + text + code
+    return str(len(text)).encode().ljust(LONGEST) + text + code
 
 
 @functools.cache
@@ -183,14 +198,15 @@ def find(function: Callable[..., Any], args: Sequence[Any], name: str, compiles:
     with _alone(path):  # another process may be about to make it
         if (found := _first(path, function, args)) is not None:
             return found
-        made, content = compile_function(function, args)
+        loaded, made = compile_function(function, args)
         try:
+            content = _content(loaded, made)
             with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
                 file.write(content)
             os.replace(file.name, next(place for place in _numbered(path) if not place.exists()))
-        except OSError as error:
-            logger.warning("compiled code of %s is not kept: %s", function.__qualname__, error)
-        return made
+        except Exception as error:  # a full disk, say, or a function that holds what cannot be pickled
+            logger.warning("compiled code of %s is not kept: %s", function.__qualname__, str(error).splitlines()[0])
+        return loaded
 
 
 def machine() -> str:
@@ -296,6 +312,22 @@ def _folder(cache: str) -> Path:
     logger.warning("compiled code is not kept in %s, since %s; it is in %s until the end", cache, why, own)
     os.environ[CACHE] = own
     return _folder(own)
+
+
+def take_from(source: Path) -> None:
+    """Copy what a folder that `minispec.compile` filled has and our cache lacks, with the machine code beside it."""
+    source, into = source.resolve(), folder().parent
+    if not source.is_dir() or (why := untrusted(source)) is not None:
+        logger.warning("--compiled-files %s is not used: %s", source, why if source.is_dir() else "it is no folder")
+        return
+    for found in source.rglob("*"):
+        place = into / found.relative_to(source)
+        if place.exists() or not stat.S_ISREG(found.lstat().st_mode) or not _ours(found.lstat()):
+            continue
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as file:
+            shutil.copyfile(found, file.name)
+        os.replace(file.name, place)
 
 
 def untrusted(path: Path) -> str | None:

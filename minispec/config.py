@@ -158,7 +158,11 @@ class Config:
     enable_metrics: bool = _flag(False, "Server", "serve /metrics to Prometheus; needs the extra minispec[metrics]")
     wait_until_compiled: bool = _flag(
         False, "Server", "compile everything before the first request, as on CUDA; without it a server on a "
-        "CPU answers eagerly at once, and two processes beside it compile"
+        "CPU answers eagerly at once, and processes beside it compile"
+    )  # fmt: skip
+    compiled_files: str | None = _flag(
+        None, "Server", "a folder that `python -m minispec.compile` filled with compiled functions: what fits this "
+        "machine is taken from there; only this user and root may be able to write it; for a CPU"
     )  # fmt: skip
     watchdog_timeout: float = _flag(
         300.0, "Server", "seconds that a step may take, compiling aside: then /health is 503 and the log has all "

@@ -13,14 +13,19 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from torch._dynamo.aot_compile_types import SerializableCallable
 
+from minispec import compiled_files
 from minispec.asked.grammar import Grammars
 from minispec.asked.steps import Asking
 from minispec.attention import AttendKind, Causal, PagedFlex
 from minispec.buffers import Sizes
+from minispec.cpu import direct
 from minispec.cpu.gather import PagedGather
 from minispec.drafter import Draft, Drafter, HostDrafter, as_drafter
 from minispec.engine import Engine
@@ -321,5 +326,37 @@ def random_linear(size: int, features: int, dtype: torch.dtype = torch.bfloat16,
 
 
 def graphs_made() -> int:
-    """Return how many graphs Dynamo has traced so far."""
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    """Return how many compiled functions this process has: made here, or taken from files."""
+    return sum(map(len, direct.loaded.values()))
+
+
+def forget_graphs() -> None:
+    """Have every compiled function looked for anew, in files, so that it counts once more."""
+    direct.loaded.clear()
+
+
+class Traced(SerializableCallable):
+    """What stands for Inductor's code where only traces matter: the graph itself, run eagerly. No file can hold it."""
+
+    def __init__(self, graph: Any, inputs: Any) -> None:
+        self.graph = graph
+
+    def __call__(self, *args: Any) -> Any:
+        return self.graph(*args)
+
+    @classmethod
+    def serialize_compile_artifacts(cls, fn: Any) -> bytes:
+        """Return nothing."""
+        return b""
+
+    @classmethod
+    def deserialize_compile_artifacts(cls, data: bytes) -> Any:
+        """Refuse."""
+        raise ValueError("it was only traced")
+
+
+def trace_only(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Have functions traced and not compiled, from now on; a folder takes what stands for their files."""
+    patch.setattr(direct, "loaded", {})
+    patch.setattr(compiled_files, "BACKEND", Traced)
+    patch.setattr(compiled_files, "folder", lambda: folder)

@@ -1,4 +1,4 @@
-"""Compiled graphs called directly: the bits of torch.compile, into the real pages, for as long as the engine lives.
+"""Compiled functions in files, called directly: the bits of torch.compile, for nothing but what they were made for.
 
 The tokens of the direct path are tested in test_engine.py and test_standalone.py, which let nothing through Dynamo
 after warm-up. Here every call of a block and of a draft head is made three ways, as `benchmarks/bits.py` does with the
@@ -9,19 +9,25 @@ from __future__ import annotations
 
 import gc
 import random
+import shutil
+import sys
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from exactness import CPU, Oracle, build, request, run, tiny_model, truth_of
+from exactness import CPU, Oracle, build, forget_graphs, request, run, tiny_model, truth_of
 from test_engine import MODEL, eagle3
 from torch import Tensor, nn
 
 from benchmarks.bits import ThreeWays
+from minispec import compiled_files
 from minispec.compiled import Key
-from minispec.cpu.gather import GatherLayer
+from minispec.cpu.direct import from_files
 from minispec.engine import Engine
 from minispec.load.build import compile_step
 from minispec.scheduler import Scheduler
@@ -64,7 +70,6 @@ def keys_of(engine: Engine) -> list[Tensor]:
 
 
 def test_engines_do_not_mix_and_their_memory_goes_with_them() -> None:
-    torch._dynamo.reset()  # so that the first engine's tensors are those that the graphs are traced with
     schedulers = [engine_of(Oracle(truth_of(MODEL), nodes=6)) for _ in range(2)]
     models = [scheduler.engine.model for scheduler in schedulers]
     texts = []
@@ -85,41 +90,170 @@ def test_engines_do_not_mix_and_their_memory_goes_with_them() -> None:
     assert not any(weight() is not None for weight in weights)
 
 
-def test_other_shapes_and_modules_are_refused() -> None:
+def test_other_sizes_are_refused_and_another_layer_is_itself() -> None:
     scheduler = engine_of(Oracle(truth_of(MODEL), nodes=6))
     engine = scheduler.engine
     run(scheduler, [request("r", PROMPT, max_new_tokens=9)])
     model = engine.model
     with torch.inference_mode():
         attend = engine.decodes[1, Shape(6, True)].attend.layer(0)
-        for nodes, layer, message in ((5, 0, "expected size 6==5|expected size 5==6"), (6, 1, "another module")):
-            x, rope = torch.zeros(1, nodes, 72), model.rope(torch.zeros(1, nodes, dtype=torch.int64))
-            with pytest.raises(AssertionError, match=message):
-                model.run_block(model.layers[layer], x, rope, attend)
+        x, rope = torch.randn(1, 6, 72), model.rope(torch.zeros(1, 6, dtype=torch.int64))
+        near = model.layers[1](x, rope, attend)
+        torch.testing.assert_close(model.run_block(model.layers[1], x, rope, attend), near, atol=1e-3, rtol=1e-3)
+        with pytest.raises(AssertionError, match="expected size 6==5|expected size 5==6"):
+            model.run_block(model.layers[0], x[:, :5], rope, attend)
 
 
-def test_an_argument_that_reaches_the_graph_as_another_tensor_is_noticed() -> None:
-    def step(module: nn.Module, x: Tensor, attend: GatherLayer) -> Tensor:
-        return x + attend.keys
-
-    class Attend(Key):
-        """A context whose keys are the argument's own memory."""
-
-        def __init__(self, keys: Tensor) -> None:
-            self.keys = keys
-
-    direct, x = compile_step(step, CPU), torch.ones(4)
-    with torch.inference_mode(), pytest.raises(AssertionError, match="reaches the graph as another tensor"):
-        direct(nn.Identity(), x, Attend(x.view(4)))
+# ---- what a file takes for granted -----------------------------------------------------------------------------------
 
 
-def test_what_would_stay_as_it_was_at_the_first_call_is_refused() -> None:
-    class Attend(Key):
-        """A key."""
+class Scaled(nn.Module):
+    """A module in whose function everything of a kind is baked in: a number, a type, a tensor's size, two that are one.
+    """
 
-    def step(module: nn.Module, x: Any, attend: Attend) -> Tensor:
-        return (x[0][0] if isinstance(x, tuple) else x) + torch.zeros(4)
+    def __init__(self, factor: float = 2.0, norm: nn.Module | None = None, size: int = 4,
+                 dtype: torch.dtype = torch.float32) -> None:  # fmt: skip
+        super().__init__()
+        self.factor, self.norm = factor, norm or nn.Identity()
+        self.one = self.other = torch.arange(1.0, 1.0 + size, dtype=dtype)
 
-    for given, said in ((((torch.ones(4),),), "a tuple holds tensors only"), (3, "a number would stay")):
-        with torch.inference_mode(), pytest.raises(AssertionError, match=said):
-            compile_step(step, CPU)(nn.Identity(), given, Attend())
+    def step(self, x: Tensor, key: Key, needs: frozenset[str]) -> Tensor:
+        """Compute something of all of it."""
+        same = 100.0 if self.one is self.other else 0.0
+        return self.norm(x * self.factor) + self.one.sum() + same + key.number + len(needs) + EXTRA + added(x)
+
+
+EXTRA = 0.5
+
+
+def added(x: Tensor) -> Tensor:
+    """Return what is added."""
+    return x * 0
+
+
+class Numbered(Key):
+    """A key with a number."""
+
+    def __init__(self, number: int = 7) -> None:
+        self.number = number
+
+
+def two(owner: Scaled) -> Scaled:
+    """Return the module with a copy in place of the one tensor that it had twice."""
+    owner.other = owner.one.clone()
+    return owner
+
+
+CHANGES: dict[str, tuple[Callable[[], Scaled], Tensor, int, frozenset[str]]] = {
+    "nothing": (Scaled, torch.ones(3), 7, frozenset({"a"})),
+    "a number of the owner": (lambda: Scaled(3.0), torch.ones(3), 7, frozenset({"a"})),
+    "a type below the owner": (lambda: Scaled(norm=nn.Tanh()), torch.ones(3), 7, frozenset({"a"})),
+    "a size of the owner's tensor": (lambda: Scaled(size=5), torch.ones(3), 7, frozenset({"a"})),
+    "two tensors that were one": (lambda: two(Scaled()), torch.ones(3), 7, frozenset({"a"})),
+    "a dtype of the owner's tensor": (lambda: Scaled(dtype=torch.float64), torch.ones(3), 7, frozenset({"a"})),
+    "a number of the key": (Scaled, torch.ones(3), 8, frozenset({"a"})),
+    "the needs": (Scaled, torch.ones(3), 7, frozenset({"a", "b"})),
+    "an argument's size": (Scaled, torch.ones(5), 7, frozenset({"a"})),
+    "an argument's dtype": (Scaled, torch.ones(3, dtype=torch.float64), 7, frozenset({"a"})),
+}
+
+
+def called(owner: Scaled, x: Tensor, number: int, needs: frozenset[str], compiles: bool) -> Tensor:
+    """Return what the compiled function gives, as a new process would: what is loaded is forgotten."""
+    forget_graphs()
+    with torch.inference_mode(), nullcontext() if compiles else from_files():
+        found: Tensor = compile_step(Scaled.step, CPU)(owner, x, Numbered(number), needs)
+        torch.testing.assert_close(found, owner.step(x, Numbered(number), needs))
+        return found
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache of its own, in which the function of "nothing" is made."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(compiled_files.CACHE, str(folder))
+        called(*(part() if callable(part) else part for part in CHANGES["nothing"]), compiles=True)
+        yield folder
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_file_serves_what_it_was_made_for_and_nothing_else(what: str, cache: Path) -> None:
+    make, *rest = CHANGES[what]
+    if what == "nothing":
+        called(make(), *rest, compiles=False)
+        return
+    with pytest.raises(compiled_files.NotMade, match="Scaled.step"):
+        called(make(), *rest, compiles=False)
+
+
+@pytest.mark.parametrize("what", ["a global", "a function", "the source", "PyTorch", "an option", "the processor"])
+def test_a_file_knows_what_was_around_it(what: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, *rest = CHANGES["nothing"]
+    compiled_files._fixed.cache_clear()
+    compiled_files._checksum.cache_clear()
+    here = sys.modules[__name__]
+    changes: dict[str, Callable[[], None]] = {
+        "a global": lambda: monkeypatch.setattr(here, "EXTRA", 0.25),
+        "a function": lambda: monkeypatch.setattr(here, "added", lambda x: x * 0),
+        "the source": lambda: monkeypatch.setattr(compiled_files, "_checksum", lambda module: "another"),
+        "PyTorch": lambda: monkeypatch.setattr(torch, "__version__", "2.99.0"),
+        "an option": lambda: monkeypatch.setattr(compiled_files, "_options", lambda: [("cpp.threads", "77")]),
+        "the processor": lambda: monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512": False}),
+    }
+    changes[what]()
+    with pytest.raises(compiled_files.NotMade):
+        called(make(), *rest, compiles=False)
+    compiled_files._fixed.cache_clear()
+
+
+@pytest.mark.parametrize("what", ["cut", "another byte", "others may write it", "a folder above", "a link"])
+def test_a_file_that_is_damaged_or_could_be_anybody_s_never_runs(
+    what: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(cache, tmp_path / "cache")
+    monkeypatch.setenv(compiled_files.CACHE, str(tmp_path / "cache"))
+    (made,) = (tmp_path / "cache" / "minispec").glob("*.0")
+    make, *rest = CHANGES["nothing"]
+    called(make(), *rest, compiles=False)
+    content = made.read_bytes()
+    if what == "cut":
+        made.write_bytes(content[:-100])
+    elif what == "another byte":
+        made.write_bytes(content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
+    elif what == "others may write it":
+        made.chmod(0o666)
+    else:
+        (tmp_path / "cache").chmod(0o777)
+        compiled_files._folder.cache_clear()
+        if what != "a folder above":
+            (tmp_path / "link").symlink_to(tmp_path / "cache")
+            monkeypatch.setenv(compiled_files.CACHE, str(tmp_path / "link"))
+    ran: list[Any] = []
+    monkeypatch.setattr(torch.compiler, "load_compiled_function", lambda *args, **options: ran.append(args))
+    with pytest.raises(compiled_files.NotMade):
+        called(make(), *rest, compiles=False)
+    assert not ran and sum(record.name == "minispec" for record in caplog.records) == 1
+    assert "made anew" in caplog.text or "can be written by others" in caplog.text
+
+
+def test_a_full_disk_costs_the_file_alone(cache: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    def full(*args: Any, **options: Any) -> None:
+        """Have no room."""
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(compiled_files.tempfile, "NamedTemporaryFile", full)
+    called(Scaled(5.0), torch.ones(3), 7, frozenset({"a"}), compiles=True)
+    assert "is not kept: [Errno 28] No space left on device" in caplog.text
+
+
+def test_another_machine_takes_what_fits_from_a_folder(cache: Path, tmp_path: Path, monkeypatch, caplog) -> None:
+    make, *rest = CHANGES["nothing"]
+    for number, (mode, works) in enumerate([(0o755, True), (0o777, False)]):
+        monkeypatch.setenv(compiled_files.CACHE, str(tmp_path / f"own{number}"))
+        cache.chmod(mode)
+        compiled_files.take_from(cache)
+        with nullcontext() if works else pytest.raises(compiled_files.NotMade):
+            called(make(), *rest, compiles=False)
+    cache.chmod(0o700)
+    assert "can be written by others" in caplog.text

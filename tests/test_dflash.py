@@ -19,11 +19,10 @@ from typing import Any
 import pytest
 import torch
 from conformance import mixture_model, truth, windowed_model
-from exactness import CPU, VOCAB, build, mixed_requests, reference, request, run, tiny_model
+from exactness import CPU, VOCAB, build, graphs_made, mixed_requests, reference, request, run, tiny_model, trace_only
 from safetensors.torch import save_file
 from test_beam import after_prefix_hits, paths, record
 from torch import Tensor
-from torch._dynamo import lookup_backend
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3MLP,
@@ -32,7 +31,6 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
-import minispec.cpu.direct as direct_module
 from minispec.attention import Causal, Plan
 from minispec.beam import rerank
 from minispec.config import Config
@@ -816,10 +814,8 @@ def test_what_is_taken_otherwise_leaves_a_line(folder: Path, caplog: pytest.LogC
 
 
 @pytest.mark.slow
-def test_compiled_all_graphs_are_made_before_and_drafts_are_the_same(folder: Path, monkeypatch) -> None:
-    torch._dynamo.reset()  # the blocks of other tests are the same function
-    # What Inductor makes of a block is tested in test_engine.py.
-    monkeypatch.setattr(direct_module, "lookup_backend", lambda name: lookup_backend("aot_eager"))
+def test_compiled_all_graphs_are_made_before_and_drafts_are_the_same(folder: Path, tmp_path, monkeypatch) -> None:
+    trace_only(monkeypatch, tmp_path)  # what Inductor makes of a block is tested in test_engine.py
     with torch.inference_mode():
         drafter = DFlashDrafter(load_dflash(folder, MODEL), block=5, topk=2, nodes=8)
     compiler, model = partial(compile_step, device=CPU), tiny_model()
@@ -834,9 +830,9 @@ def test_compiled_all_graphs_are_made_before_and_drafts_are_the_same(folder: Pat
     seen = watch(scheduler, compiled=True)
     requests = mixed_requests(4, max_new_tokens=8)
     requests[0].params = replace(requests[0].params, temperature=0.9)
-    with torch.compiler.set_stance("fail_on_recompile"):
-        run(scheduler, requests)
-    torch._dynamo.reset()
+    graphs = graphs_made()
+    run(scheduler, requests)
+    assert graphs_made() == graphs
     known = Reference(folder)
     for ids, _, tokens, parents, r in seen[::3]:
         logits = known.logits(ids, 5)

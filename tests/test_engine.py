@@ -8,9 +8,10 @@ from functools import partial
 import pytest
 import torch
 from conformance import random_head
-from exactness import CPU, Oracle, build, graphs_made, reference, request, submit, tiny_model, truth_of
+from exactness import CPU, Oracle, build, forget_graphs, graphs_made, reference, request, submit, tiny_model, truth_of
 
 from minispec.beam import BeamDrafter
+from minispec.cpu import direct
 from minispec.eagle import Eagle3Head
 from minispec.load.build import compile_step
 from minispec.load.warm_up import shapes, warm_up
@@ -32,7 +33,7 @@ def known() -> tuple[Model, set[str]]:
     """A model for all tests, since a second engine of the same sizes has its graphs; and the shapes compiled so far."""
     model = tiny_model()
     model.compile_blocks(partial(compile_step, device=CPU))
-    torch._dynamo.reset()  # graphs that other tests left behind would serve, and not be counted
+    forget_graphs()  # those that other tests left behind would serve, and not be counted
     return model, set()
 
 
@@ -52,9 +53,7 @@ def test_nothing_recompiles_over_200_steps_of_changing_requests(name, known, mon
     compiled |= new
     rng = random.Random(3)
     scheduler.policy.forced = rng.choice  # plain steps and both trees in turn
-    for step in {getattr(owner, name, model.run_block) for owner, name in
-                 ((model, "run_block"), (drafter, "run_network"), (drafter, "take_in"))}:  # fmt: skip
-        monkeypatch.setattr(step, "traced", None)  # nothing goes through Dynamo any more, so nothing can recompile
+    monkeypatch.setattr(direct, "find", None)  # nothing can be compiled any more
     rng, requests, steps = random.Random(0), [], 0
     with torch.compiler.set_stance("fail_on_recompile"):
         while steps < 200 or scheduler.has_work:

@@ -36,6 +36,7 @@ from exactness import (
     MIXTURE,
     Oracle,
     build,
+    forget_graphs,
     graphs_made,
     reference,
     request,
@@ -187,7 +188,7 @@ def compiled_model(dtype: torch.dtype) -> tuple[Model, Model]:
     model, plain = (tiny_model(**MIXTURE).to(dtype) for _ in range(2))
     if can_pack(dtype):
         pack_linears(model, keep=True)
-    torch._dynamo.reset()
+    forget_graphs()
     model.compile_blocks(partial(compile_step, device=CPU))
     return model, plain
 

@@ -29,6 +29,7 @@ from exactness import (
     CPU,
     Oracle,
     build,
+    forget_graphs,
     graphs_made,
     mixed_requests,
     random_linear,
@@ -117,7 +118,7 @@ def test_compiled_products_are_those_of_the_dequantized_weight(
     if packed and not can_pack(dtype):
         pytest.skip("oneDNN does not take this dtype here")
     torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
+    forget_graphs()
     given = Layer(Int8Linear(random_linear(*shape, dtype, bias=shape[1] == 62)), dtype)
     if packed:
         given.linear.pack()

@@ -19,12 +19,23 @@ import test_llm
 import torch
 from conformance import truth
 from conftest import slow_unless
-from exactness import CPU, VOCAB, any_ids, build, mixed_requests, next_logits, reference, request, run, tiny_model
+from exactness import (
+    CPU,
+    VOCAB,
+    any_ids,
+    build,
+    graphs_made,
+    mixed_requests,
+    next_logits,
+    reference,
+    request,
+    run,
+    tiny_model,
+    trace_only,
+)
 from safetensors.torch import load_file, save_file
 from test_beam import after_prefix_hits, grown, moved_inputs, paths, record, siblings_see_each_other
-from torch._dynamo import lookup_backend
 
-import minispec.cpu.direct as direct_module
 from minispec import LLM, SamplingParams
 from minispec.attention import Plan
 from minispec.buffers import Sizes
@@ -220,32 +231,25 @@ def test_tokens_are_those_of_plain_decoding(name, shape, wishes) -> None:
 
 @pytest.mark.slow
 def test_compiled_it_is_one_graph_a_shape_whatever_the_depth_and_the_trees_are_the_same(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch._dynamo.reset()  # the blocks of other tests are the same function
-    # What Inductor makes of a block is tested in test_engine.py. Here graphs are counted, and called past Dynamo.
-    monkeypatch.setattr(direct_module, "lookup_backend", lambda name: lookup_backend("aot_eager"))
+    trace_only(monkeypatch, tmp_path)  # what Inductor makes of a block is tested in test_engine.py
     models, shape = (tiny_model(), near(0.01)), (3, 2, 6)
     own = StandaloneDrafter(DraftModel(models[1], VOCAB), steps=3, topk=2, nodes=6)
     compiler = partial(compile_step, device=CPU)
     models[0].compile_blocks(compiler)
     own.compile(compiler)
     scheduler = build(models[0], own, running=1, chunk=128, compiled=True)
-    graphs = lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]  # noqa: E731
-    before = graphs()
     with torch.inference_mode():
         warm_up(scheduler.engine, lambda line: None)
     # The target's prompt, a tree and a plain step; the draft's paths and frontiers, of few rows, and the roots of a
     # prefill step, one a query block. The models are of one shape, so the draft's prompts are the target's graph.
-    assert graphs() - before == 6, shapes(scheduler.engine)
+    assert graphs_made() == 6, shapes(scheduler.engine)
     assert len(shapes(scheduler.engine)) == 6 + 1
-    for model in models:
-        model.run_block.traced = None  # nothing goes through Dynamo any more
     compare = record(scheduler)
     requests = mixed_requests(count=4, max_new_tokens=10)
-    with torch.compiler.set_stance("fail_on_recompile"):
-        run(scheduler, requests)
-    torch._dynamo.reset()
+    run(scheduler, requests)
+    assert graphs_made() == 6
     assert_slow_trees(compare, shape)
     assert all(r.output_ids == truth(MODEL, r) for r in requests)
 

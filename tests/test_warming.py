@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,25 +25,40 @@ import test_heads
 import test_standalone
 import torch
 from conftest import slow_unless, wait_until
-from exactness import CPU, VOCAB, Oracle, build, graphs_made, reference, request, run, submit, tiny_model, truth_of
+from exactness import (
+    CPU,
+    VOCAB,
+    Oracle,
+    build,
+    forget_graphs,
+    graphs_made,
+    reference,
+    request,
+    run,
+    submit,
+    tiny_model,
+    trace_only,
+    truth_of,
+)
 from test_engine import MODEL, eagle3
 from test_experts import MIXED
 from test_llm import config_of
 
 from minispec import LLM
 from minispec.buffers import DecodeBuffers, PrefillBuffers
+from minispec.compiled_files import NotMade, compile_function
 from minispec.config import Config
-from minispec.cpu.direct import NotCached, one_graph
+from minispec.cpu import direct
 from minispec.drafter import Draft, Drafter, HostDrafter
 from minispec.engine import Engine
 from minispec.load.build import compile_step, rehearse
-from minispec.load.warm_up import make_graph, shapes, steps_of, time_steps
+from minispec.load.warm_up import make_graphs, shapes, steps_of, time_steps
 from minispec.model import Block
 from minispec.scheduler import Scheduler
 from minispec.serve.warming import NICENESS, CompilerProcess, CompilerTask, Warming
 from minispec.train.export import BlockRecipe, export, new_head
 
-MAKE_GRAPH = "minispec.load.warm_up.make_graph"
+MAKE_GRAPHS = "minispec.load.warm_up.make_graphs"
 PROMPT = [3, 14, 15, 9, 2, 6, 5, 35, 8, 9, 7, 9]
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without")
 
@@ -76,10 +92,10 @@ def test_a_takeover_before_any_step_of_a_reply_leaves_its_tokens(make: Callable[
     alone = [step for step in steps_of(engine) if isinstance(step, PrefillBuffers) or step.batch == 1]
     blocks, eagerly = engine.model.run_block, []
 
-    def eager(block: Block, *given: Any) -> torch.Tensor:
+    def eager(block: Block, x: torch.Tensor, rope: Any, attend: Any) -> torch.Tensor:
         """Run a block as it is, and note that."""
         eagerly.append(block)
-        return Block.forward(block, *given)
+        return Block.forward(block, x, rope, attend)
 
     blocks.function = eager
     asked = request("r", PROMPT, max_new_tokens=16)
@@ -94,10 +110,8 @@ def test_a_takeover_before_any_step_of_a_reply_leaves_its_tokens(make: Callable[
         submit(scheduler, asked)
         while scheduler.has_work:
             for _ in range(takeovers.get(steps, 0)):
-                made = graphs_made()
-                if todo and make_graph(engine, todo[0]):
-                    todo.pop(0)
-                assert graphs_made() <= made + 1
+                if todo:
+                    make_graphs(engine, todo.pop(0))
             made, ran = graphs_made(), len(eagerly)
             scheduler.step()
             steps += 1
@@ -112,7 +126,7 @@ def test_a_takeover_before_any_step_of_a_reply_leaves_its_tokens(make: Callable[
     for at in range(steps):
         reply({at: 99})
         assert all(step.ready for step in alone)
-    torch._dynamo.reset()  # so that every graph is made anew
+    forget_graphs()  # so that every graph is looked for anew
     blocks.calls.clear()
     reply(dict.fromkeys(range(steps), 1) | {steps - 1: 99})
     assert all(step.ready for step in alone)
@@ -152,20 +166,18 @@ def test_steps_and_shapes_stand_in_one_order_one_request_first() -> None:
     ]  # fmt: skip
 
 
-def test_a_graph_that_the_cache_lacks_is_not_compiled_and_the_step_goes_on_eagerly(monkeypatch) -> None:
+def test_a_graph_that_no_file_has_is_not_compiled_and_the_step_goes_on_eagerly(monkeypatch) -> None:
     scheduler = deferred(Oracle(truth_of(MODEL), nodes=6))
     engine = scheduler.engine
-    torch._dynamo.reset()
-    monkeypatch.setattr("torch._inductor.config.cpp.threads", 77)  # so that no cache has it
-    with pytest.raises(NotCached):
-        make_graph(engine, steps_of(engine)[0], from_cache=True)
+    monkeypatch.setattr(direct, "loaded", {})
+    monkeypatch.setattr("minispec.compiled_files._options", lambda: "others")  # so that no file fits
+    with pytest.raises(NotMade):
+        make_graphs(engine, steps_of(engine)[0], compiles=False)
     assert not steps_of(engine)[0].ready
     asked = request("r", PROMPT)
     run(scheduler, [asked])
     assert asked.output_ids == reference(MODEL, asked)
     assert not any(engine.model.run_block.calls.values()), "nothing ran compiled"
-    with pytest.raises(ZeroDivisionError), one_graph(cached_only=True):
-        print(1 / 0)  # other errors stay what they are
 
 
 # ---- the process beside the server -----------------------------------------------------------------------------------
@@ -194,33 +206,34 @@ DRAFTERS = {"EAGLE3": target_and_head, "DFLASH": target_and_block, "STANDALONE":
 
 
 def graphs_of_engine_and_rehearsal(
-    config: Config, monkeypatch: pytest.MonkeyPatch, count: int | None = None
-) -> tuple[Engine, list[list[tuple[str, list[str]]]]]:
-    """Return an engine, and the graphs that it and its rehearsal make for the first steps, for all by default."""
-    graphs: list[tuple[str, list[str]]] = []
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int | None = None
+) -> tuple[Engine, list[list[str]]]:
+    """Return an engine, and what it and its rehearsal trace for the first steps, for all by default.
 
-    def note(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        """A backend that compiles nothing and notes what it was to compile."""
-        described = [f"{x.shape} {x.stride()} {x.dtype}" if isinstance(x, torch.Tensor) else str(x) for x in inputs]
-        graphs.append((graph.code, described))
-        return graph.forward
-
-    monkeypatch.setattr("minispec.cpu.direct.lookup_backend", lambda name: note)
-    noted = []
+    The rehearsal's files are all that the engine asks for: it finds each of them by its name and facts.
+    """
+    trace_only(monkeypatch, tmp_path / "files")
+    (tmp_path / "files").mkdir()
     llm = LLM(config=config, progress=lambda line: None, compile_later=True)
     engine = llm.scheduler.engine
     assert llm.compile_later and not engine.settled
+    graphs: list[list[str]] = []
+
+    def note(function: Any, args: Any) -> Any:
+        """Note what is made."""
+        loaded, made = compile_function(function, args)
+        graphs[-1].append(f"{function.__qualname__} {loaded.facts} {loaded.same}")
+        return loaded, made
+
+    monkeypatch.setattr("minispec.compiled_files.compile_function", note)
     for one in (engine, rehearse(config, engine.kv.pages)):
-        torch._dynamo.reset()
-        graphs.clear()
+        forget_graphs()
+        shutil.rmtree(tmp_path / "files")
+        (tmp_path / "files").mkdir()
+        graphs.append([])
         for step in steps_of(one)[:count]:
-            complete = False
-            while not complete:
-                made = len(graphs)
-                complete = make_graph(one, step)
-                assert len(graphs) == made + 1 or complete and len(graphs) == made, "one at a time"
-        noted.append(list(graphs))
-    return engine, noted
+            make_graphs(one, step)
+    return engine, graphs
 
 
 PLAIN_FLAGS = {"dtype": "float32", "device": "cpu", "max_running_requests": 1, "chunked_prefill_size": 64}
@@ -241,7 +254,8 @@ def test_the_rehearsal_has_the_graphs_of_the_engine(algorithm: str, tmp_path: Pa
         speculative_draft_model_path=str(draft), speculative_eagle_topk=2, speculative_num_draft_tokens=4,
         **PLAIN_FLAGS,
     )  # fmt: skip
-    engine, noted = graphs_of_engine_and_rehearsal(config, monkeypatch, 1 if algorithm == "STANDALONE" else None)
+    count = 1 if algorithm == "STANDALONE" else None
+    engine, noted = graphs_of_engine_and_rehearsal(config, tmp_path, monkeypatch, count)
     assert noted[0] == noted[1]
     around = [name for name in shapes(engine) if name.startswith("around")]
     if algorithm != "STANDALONE":
@@ -257,27 +271,25 @@ def test_of_a_mixture_the_rehearsal_has_two_graphs_of_blocks_for_each_of_the_eng
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MIXED))
     config = Config(model_path=str(tmp_path), load_format="dummy", speculative_algorithm="NONE", **PLAIN_FLAGS)
-    engine, noted = graphs_of_engine_and_rehearsal(config, monkeypatch)
+    engine, noted = graphs_of_engine_and_rehearsal(config, tmp_path, monkeypatch)
     assert noted[0] == noted[1]
     around = [name for name in shapes(engine) if name.startswith("around")]
     assert len(noted[0]) == 2 * (len(shapes(engine)) - len(around)) + AROUND * len(around) > 4
-    assert sum("_experts" in code for code, _ in noted[0]) == len(shapes(engine)) - len(around)
+    assert sum("experts" in facts for facts in noted[0]) == len(shapes(engine)) - len(around)
 
 
 def warming(monkeypatch: pytest.MonkeyPatch, command: str) -> tuple[Warming, Scheduler]:
     """Return what makes graphs for an engine whose cache is empty; the process runs this Python code."""
     scheduler = deferred(Oracle(truth_of(MODEL), nodes=6))
 
-    def no_graph(engine: Engine, step: DecodeBuffers, from_cache: bool = False) -> bool:
+    def no_graph(engine: Engine, step: DecodeBuffers, compiles: bool) -> None:
         """Have no graph."""
-        raise NotCached
+        raise NotMade
 
-    monkeypatch.setattr(MAKE_GRAPH, no_graph)
+    monkeypatch.setattr(MAKE_GRAPHS, no_graph)
     monkeypatch.setattr(CompilerProcess, "COMMAND", [sys.executable, "-c", command])
     llm = SimpleNamespace(scheduler=scheduler, compiled=True, compile_later=True, config=Config(),
                           try_out=lambda: iter(()), move_weights=lambda: None)  # fmt: skip
-    monkeypatch.setattr(Warming, "_compiler_is_known", lambda self: True)
-    monkeypatch.setattr("minispec.cpu.direct.cache_is_empty", lambda: False)
     return Warming(llm, lambda: None), scheduler
 
 
@@ -336,7 +348,7 @@ def test_trying_out_goes_in_parts_between_which_requests_are_served(monkeypatch)
     assert not beside.turn(busy=False)
 
 
-def test_what_the_process_compiled_and_the_cache_lacks_is_compiled_while_nobody_waits(monkeypatch) -> None:
+def test_what_the_process_compiled_and_no_file_has_is_compiled_while_nobody_waits(monkeypatch) -> None:
     class Done:
         """A process that has compiled everything at once."""
 
@@ -356,24 +368,22 @@ def test_what_the_process_compiled_and_the_cache_lacks_is_compiled_while_nobody_
     monkeypatch.setattr("minispec.serve.warming.CompilerProcess", Done)
     engine, made = scheduler.engine, []
 
-    def noted(engine: Engine, step: DecodeBuffers, from_cache: bool = False) -> bool:
-        """Find nothing in the cache."""
-        if from_cache:
-            raise NotCached
+    def noted(engine: Engine, step: DecodeBuffers, compiles: bool) -> None:
+        """Find nothing in files."""
+        if not compiles:
+            raise NotMade
         made.append(step)
-        return True
 
-    monkeypatch.setattr(MAKE_GRAPH, noted)
+    monkeypatch.setattr(MAKE_GRAPHS, noted)
     beside.turn(busy=False)
-    assert beside.turn(busy=False) and not made, "a first look into the cache, which costs little"
+    assert beside.turn(busy=False) and not made, "a first look for files, which costs little"
     assert not beside.turn(busy=True) and not made
     while not engine.settled:
         beside.turn(busy=False)
     assert set(made) == set(steps_of(engine)) and beside.state == "compiled"
 
 
-@pytest.mark.parametrize("empty", [True, False])
-def test_weights_move_to_huge_pages_at_once_or_after_the_graphs_of_the_cache(empty, tmp_path, monkeypatch) -> None:
+def test_weights_move_to_huge_pages_once_files_are_loaded_or_processes_compile(tmp_path, monkeypatch) -> None:
     moved: list[str] = []
 
     def move() -> int:
@@ -383,20 +393,18 @@ def test_weights_move_to_huge_pages_at_once_or_after_the_graphs_of_the_cache(emp
         return 0
 
     monkeypatch.setattr("minispec.cpu.huge_pages.use_huge_pages", move)
-    monkeypatch.setattr("minispec.load.build.cache_is_empty", lambda: empty)
     target = config_of(tiny_model(), tmp_path / "target")
     llm = LLM(config=Config(model_path=str(target), load_format="dummy", dtype="float32", device="cpu",
                             max_running_requests=1, max_total_tokens=512), compile_later=True)  # fmt: skip
-    here = threading.current_thread().name
-    assert moved == ([here] if empty else [])
+    assert not moved
     llm.scheduler.engine.settle()
     waits = llm.try_out()
     next(waits)
-    assert moved == [here] if empty else not moved, "a request may come while they are moved"
+    assert not moved, "a request may come while they are moved"
     for _ in waits:
         pass
     llm.move_weights()  # once is enough
-    assert moved == [here if empty else "huge pages"]
+    assert moved == ["huge pages"]
 
 
 def test_what_importing_made_is_not_looked_through_for_garbage() -> None:
@@ -417,7 +425,7 @@ def test_what_importing_made_is_not_looked_through_for_garbage() -> None:
 
 def test_a_busy_engine_gives_its_requests_as_long_as_the_graph_before_took(monkeypatch) -> None:
     beside, scheduler = warming(monkeypatch, "")
-    monkeypatch.setattr(MAKE_GRAPH, lambda engine, step, from_cache=False: time.sleep(0.05))
+    monkeypatch.setattr(MAKE_GRAPHS, lambda engine, step, compiles: time.sleep(0.05))
     assert beside.turn(busy=True) and not beside.turn(busy=True) and beside.turn(busy=False)
     wait_until(lambda: beside.turn(busy=True))
 
@@ -428,6 +436,7 @@ def test_the_process_and_what_it_runs_end_with_the_server(number: signal.Signals
               "w.compile_steps = lambda recipe, names: subprocess.run(['sleep', '99']); w.main()")  # fmt: skip
     server = f"""
 import sys, time
+from minispec.compiled_files import NotMade, compile_function
 from minispec.config import Config
 from minispec.serve.warming import CompilerProcess, CompilerTask
 CompilerProcess.COMMAND = [sys.executable, "-c", {beside!r}]

@@ -4,18 +4,15 @@ torch.compile finds its graph anew at every call. It checks what the graph takes
 inputs from the arguments: some 100 microseconds a layer, a fifth of a plain step. But between two steps of one shape
 nothing of that changes except the activations: weights, keys and values and the plan's tensors stay where they are.
 
-The one idea: ask once for every layer and plan. The first call goes through torch.compile, which compiles where it must
-and checks its guards; the backend below notes which compiled graph it ran, and on which tensors. Every later call runs
-that graph on those tensors, with the new activations in place of the old ones. It has no way to recompile: the graph
-itself refuses inputs of other sizes and strides.
+The one idea: ask once for every layer and plan. At the first call for them, `compiled_files.py` has a compiled function
+that is right for them, in this process, in a file or made anew. Every later call goes there. The function reads its
+tensors from the arguments at each call and checks none of them, but Inductor's code refuses other sizes and strides.
 
 One argument, the key, stands for all that stays (`compiled.Key`): a layer's attention under one plan, or a step's
-buffers. The notes on it end with it. If it names tensors of `any_size`, one graph serves all keys of its kind, whatever
-these sizes and those of the arguments, so that compiling takes a fraction of the time. If it has `moving` tensors,
-others may take their places between calls, of other sizes too.
+buffers. What was found for it ends with it. If it names tensors of `any_size`, one graph serves all keys of its kind,
+whatever these sizes and those of the arguments, so that compiling takes a fraction of the time.
 
-A step that is not `ready` compiles nothing (`compiled.py`). Its graphs are made by running it on padding, one graph a
-run: where a second is lacking, the run ends (`one_graph`).
+A step that is not `ready` compiles nothing (`compiled.py`). Its graphs are made by running it on padding.
 
 Read next: `model.py`, `beam.py` and `engine.py`, whose functions are compiled here.
 """
@@ -75,12 +72,14 @@ def from_files() -> Iterator[None]:
         _noted.compiles = True
 
 
+loaded: dict[Step, list[Loaded]] = {}  # the graphs of this process, by function; all engines share them
+
+
 class DirectStep:
     """A function compiled for inference on a CPU; see the head of this file."""
 
     def __init__(self, function: Step) -> None:
         self.function = function
-        self.loaded: list[Loaded] = []
         self.calls: weakref.WeakKeyDictionary[Key, dict[tuple, Step]] = weakref.WeakKeyDictionary()
         self._at: int | None = None  # where the key is among the arguments
 
@@ -99,12 +98,12 @@ class DirectStep:
 
     def _find(self, args: Sequence[Any], key: Key, given: tuple) -> Step:
         """Return the compiled function for a key: one that is loaded already, or that of a file, or a new one."""
-        for loaded in self.loaded:
-            if loaded.fits(args):
-                return loaded.call
-        with any_size(args[1:], key):
-            self.loaded.append(find(self.function, args, f"{given} {_shapes(args, bool(key.any_size))}", _noted.compiles))
-        return self.loaded[-1].call
+        graphs = loaded.setdefault(self.function, [])
+        if (found := next((graph for graph in graphs if graph.fits(args)), None)) is None:
+            with any_size(args[1:], key):
+                found = find(self.function, args, f"{given} {_shapes(args, bool(key.any_size))}", _noted.compiles)
+            graphs.append(found)
+        return found.call
 
 
 @contextmanager

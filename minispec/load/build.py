@@ -25,6 +25,7 @@ from minispec.asked.steps import Asking
 from minispec.attention import AttendKind, PagedFlex
 from minispec.buffers import Sizes, coarse_batches
 from minispec.compiled import CompileFor, Compiler, Step, autotuned
+from minispec.compiled_files import take_from
 from minispec.config import WIDE, Config, flag_name
 from minispec.cpu.direct import DirectStep, prepare
 from minispec.cpu.gather import PagedGather
@@ -99,6 +100,8 @@ class Build:
         if on_cpu:
             limit_threads(self.config.tp_size // self.config.nnodes)
             spin_alone()
+            if self.config.compiled_files is not None:
+                take_from(Path(self.config.compiled_files))
         self.config = config = with_own_head(self.config, self.hf_config, self.folder, self.tell)
         if config.tp_size > 1:
             if config.first_rank() != 0:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("minispec")
 
 MADE = "made: "  # begins the lines that a process prints for steps
-PROCESSES = 2  # a compiler uses one core, and holds some 0.7 GB
+HELD = 700 << 20  # bytes that a process holds, which uses one core
 # Were they nicer, a stream would be faster meanwhile, and leave them next to nothing once its own steps are compiled.
 NICENESS = 5
 
@@ -47,6 +47,13 @@ class CompilerTask(NamedTuple):
     config: Config
     pages: int
     threads: int
+
+
+def process_count(steps: int) -> int:
+    """Return how many processes compile: no more than cores, a quarter of the steps, or what half the memory holds."""
+    from minispec.load.machine import host_memory
+
+    return max(1, min(len(os.sched_getaffinity(0)), steps // 4, host_memory()[0] // 2 // HELD))
 
 
 # ---- in the server ---------------------------------------------------------------------------------------------------
@@ -195,7 +202,7 @@ class Warming:
         self._threads = torch.get_num_threads()
         recipe = CompilerTask(self.llm.config, self.engine.kv.pages, self._threads)
         self.untold.extend(step.name for step in self.todo)
-        self.children = [CompilerProcess(recipe, self._wake) for _ in range(PROCESSES)]
+        self.children = [CompilerProcess(recipe, self._wake) for _ in range(process_count(len(self.todo)))]
         torch.set_num_threads(max(1, self._threads // 2))  # or a stream would leave the processes no time at all
         self._tell_children()
         logger.info("processes beside the server compile %d kinds of steps, which run eagerly until then",

@@ -3,7 +3,7 @@
 A server on a CPU reads such a folder by `--compiled-files FOLDER`, so that it need not compile. What was made for
 another processor, PyTorch or source is left aside, and made anew in the user's own cache.
 
-Read next: `compiled_files.py`, for what is in the folder.
+Read next: `cpu/files.py`, for what is in the folder.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from minispec.compiled_files import CACHE
+from minispec.cpu.files import CACHE
 from minispec.load.flags import config_from_args
 
 

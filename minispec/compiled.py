@@ -2,8 +2,8 @@
 
 The blocks (layers) of the target, a drafter's network, and the small functions around them are compiled separately. On
 CUDA torch.compile autotunes their kernels, and the whole step is captured as a CUDA graph (`cuda/graphs.py`). On a CPU
-compiled functions are called without asking torch.compile each time (`cpu/direct.py`). `load/build.py` chooses the
-compiler.
+compiled functions come from files where there are any (`cpu/files.py`), and are called directly (`cpu/direct.py`).
+`load/build.py` chooses the compiler.
 
 Here a graph is what torch.compile makes of a function for one shape. A step is `ready` when all its graphs are made.
 Until then it runs all its functions eagerly (`within_step`), so a server can answer before its graphs are made.

@@ -162,7 +162,7 @@ class Config:
     )  # fmt: skip
     compiled_files: str | None = _flag(
         None, "Server", "a folder that `python -m minispec.compile` filled with compiled functions: what fits this "
-        "machine is taken from there; only this user and root may be able to write it; for a CPU"
+        "machine is taken from there, if only this user and root can write it; for a CPU; default: none"
     )  # fmt: skip
     watchdog_timeout: float = _flag(
         300.0, "Server", "seconds that a step may take, compiling aside: then /health is 503 and the log has all "

@@ -20,12 +20,12 @@ import pytest
 import torch
 from torch._dynamo.aot_compile_types import SerializableCallable
 
-from minispec import compiled_files
 from minispec.asked.grammar import Grammars
 from minispec.asked.steps import Asking
 from minispec.attention import AttendKind, Causal, PagedFlex
 from minispec.buffers import Sizes
 from minispec.cpu import direct
+from minispec.cpu import files as files_module
 from minispec.cpu.gather import PagedGather
 from minispec.drafter import Draft, Drafter, HostDrafter, as_drafter
 from minispec.engine import Engine
@@ -358,5 +358,5 @@ class Traced(SerializableCallable):
 def trace_only(patch: pytest.MonkeyPatch, folder: Path) -> None:
     """Have functions traced and not compiled, from now on; a folder takes what stands for their files."""
     patch.setattr(direct, "loaded", {})
-    patch.setattr(compiled_files, "BACKEND", Traced)
-    patch.setattr(compiled_files, "folder", lambda: folder)
+    patch.setattr(files_module, "BACKEND", Traced)
+    patch.setattr(files_module, "folder", lambda: folder)

@@ -25,8 +25,8 @@ from test_engine import MODEL, eagle3
 from torch import Tensor, nn
 
 from benchmarks.bits import ThreeWays
-from minispec import compiled_files
 from minispec.compiled import Key
+from minispec.cpu import files as files_module
 from minispec.cpu.direct import from_files
 from minispec.engine import Engine
 from minispec.load.build import compile_step
@@ -172,7 +172,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A cache of its own, in which the function of "nothing" is made."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(compiled_files.CACHE, str(folder))
+        patch.setenv(files_module.CACHE, str(folder))
         called(*(part() if callable(part) else part for part in CHANGES["nothing"]), compiles=True)
         yield folder
 
@@ -183,28 +183,28 @@ def test_a_file_serves_what_it_was_made_for_and_nothing_else(what: str, cache: P
     if what == "nothing":
         called(make(), *rest, compiles=False)
         return
-    with pytest.raises(compiled_files.NotMade, match="Scaled.step"):
+    with pytest.raises(files_module.NotMade, match="Scaled.step"):
         called(make(), *rest, compiles=False)
 
 
 @pytest.mark.parametrize("what", ["a global", "a function", "the source", "PyTorch", "an option", "the processor"])
 def test_a_file_knows_what_was_around_it(what: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make, *rest = CHANGES["nothing"]
-    compiled_files._fixed.cache_clear()
-    compiled_files._checksum.cache_clear()
+    files_module._fixed.cache_clear()
+    files_module._checksum.cache_clear()
     here = sys.modules[__name__]
     changes: dict[str, Callable[[], None]] = {
         "a global": lambda: monkeypatch.setattr(here, "EXTRA", 0.25),
         "a function": lambda: monkeypatch.setattr(here, "added", lambda x: x * 0),
-        "the source": lambda: monkeypatch.setattr(compiled_files, "_checksum", lambda module: "another"),
+        "the source": lambda: monkeypatch.setattr(files_module, "_checksum", lambda module: "another"),
         "PyTorch": lambda: monkeypatch.setattr(torch, "__version__", "2.99.0"),
-        "an option": lambda: monkeypatch.setattr(compiled_files, "_options", lambda: [("cpp.threads", "77")]),
+        "an option": lambda: monkeypatch.setattr(files_module, "_options", lambda: [("cpp.threads", "77")]),
         "the processor": lambda: monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512": False}),
     }
     changes[what]()
-    with pytest.raises(compiled_files.NotMade):
+    with pytest.raises(files_module.NotMade):
         called(make(), *rest, compiles=False)
-    compiled_files._fixed.cache_clear()
+    files_module._fixed.cache_clear()
 
 
 @pytest.mark.parametrize("what", ["cut", "another byte", "others may write it", "a folder above", "a link"])
@@ -212,7 +212,7 @@ def test_a_file_that_is_damaged_or_could_be_anybody_s_never_runs(
     what: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     shutil.copytree(cache, tmp_path / "cache")
-    monkeypatch.setenv(compiled_files.CACHE, str(tmp_path / "cache"))
+    monkeypatch.setenv(files_module.CACHE, str(tmp_path / "cache"))
     (made,) = (tmp_path / "cache" / "minispec").glob("*.0")
     make, *rest = CHANGES["nothing"]
     called(make(), *rest, compiles=False)
@@ -225,13 +225,13 @@ def test_a_file_that_is_damaged_or_could_be_anybody_s_never_runs(
         made.chmod(0o666)
     else:
         (tmp_path / "cache").chmod(0o777)
-        compiled_files._folder.cache_clear()
+        files_module._folder.cache_clear()
         if what != "a folder above":
             (tmp_path / "link").symlink_to(tmp_path / "cache")
-            monkeypatch.setenv(compiled_files.CACHE, str(tmp_path / "link"))
+            monkeypatch.setenv(files_module.CACHE, str(tmp_path / "link"))
     ran: list[Any] = []
     monkeypatch.setattr(torch.compiler, "load_compiled_function", lambda *args, **options: ran.append(args))
-    with pytest.raises(compiled_files.NotMade):
+    with pytest.raises(files_module.NotMade):
         called(make(), *rest, compiles=False)
     assert not ran and sum(record.name == "minispec" for record in caplog.records) == 1
     assert "made anew" in caplog.text or "can be written by others" in caplog.text
@@ -242,7 +242,7 @@ def test_a_full_disk_costs_the_file_alone(cache: Path, monkeypatch: pytest.Monke
         """Have no room."""
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(compiled_files.tempfile, "NamedTemporaryFile", full)
+    monkeypatch.setattr(files_module.tempfile, "NamedTemporaryFile", full)
     called(Scaled(5.0), torch.ones(3), 7, frozenset({"a"}), compiles=True)
     assert "is not kept: [Errno 28] No space left on device" in caplog.text
 
@@ -250,10 +250,10 @@ def test_a_full_disk_costs_the_file_alone(cache: Path, monkeypatch: pytest.Monke
 def test_another_machine_takes_what_fits_from_a_folder(cache: Path, tmp_path: Path, monkeypatch, caplog) -> None:
     make, *rest = CHANGES["nothing"]
     for number, (mode, works) in enumerate([(0o755, True), (0o777, False)]):
-        monkeypatch.setenv(compiled_files.CACHE, str(tmp_path / f"own{number}"))
+        monkeypatch.setenv(files_module.CACHE, str(tmp_path / f"own{number}"))
         cache.chmod(mode)
-        compiled_files.take_from(cache)
-        with nullcontext() if works else pytest.raises(compiled_files.NotMade):
+        files_module.take_from(cache)
+        with nullcontext() if works else pytest.raises(files_module.NotMade):
             called(make(), *rest, compiles=False)
     cache.chmod(0o700)
     assert "can be written by others" in caplog.text

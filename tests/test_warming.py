@@ -46,9 +46,9 @@ from test_llm import config_of
 
 from minispec import LLM
 from minispec.buffers import DecodeBuffers, PrefillBuffers
-from minispec.compiled_files import NotMade, compile_function
 from minispec.config import Config
 from minispec.cpu import direct
+from minispec.cpu.files import NotMade, compile_function
 from minispec.drafter import Draft, Drafter, HostDrafter
 from minispec.engine import Engine
 from minispec.load.build import compile_step, rehearse
@@ -171,7 +171,7 @@ def test_a_graph_that_no_file_has_is_not_compiled_and_the_step_goes_on_eagerly(m
     scheduler = deferred(Oracle(truth_of(MODEL), nodes=6))
     engine = scheduler.engine
     monkeypatch.setattr(direct, "loaded", {})
-    monkeypatch.setattr("minispec.compiled_files._options", lambda: "others")  # so that no file fits
+    monkeypatch.setattr("minispec.cpu.files._options", lambda: "others")  # so that no file fits
     with pytest.raises(NotMade):
         make_graphs(engine, steps_of(engine)[0], compiles=False)
     assert not steps_of(engine)[0].ready
@@ -226,7 +226,7 @@ def graphs_of_engine_and_rehearsal(
         graphs[-1].append(f"{function.__qualname__} {loaded.facts} {loaded.same}")
         return loaded, made
 
-    monkeypatch.setattr("minispec.compiled_files.compile_function", note)
+    monkeypatch.setattr("minispec.cpu.files.compile_function", note)
     for one in (engine, rehearse(config, engine.kv.pages)):
         forget_graphs()
         shutil.rmtree(tmp_path / "files")
@@ -384,7 +384,8 @@ def test_what_the_process_compiled_and_no_file_has_is_compiled_while_nobody_wait
     assert set(made) == set(steps_of(engine)) and beside.state == "compiled"
 
 
-def test_weights_move_to_huge_pages_once_files_are_loaded_or_processes_compile(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("empty", [True, False])
+def test_weights_move_to_huge_pages_at_once_or_after_the_graphs_in_files(empty, tmp_path, monkeypatch) -> None:
     moved: list[str] = []
 
     def move() -> int:
@@ -394,18 +395,20 @@ def test_weights_move_to_huge_pages_once_files_are_loaded_or_processes_compile(t
         return 0
 
     monkeypatch.setattr("minispec.cpu.huge_pages.use_huge_pages", move)
+    monkeypatch.setattr("minispec.load.build.is_empty", lambda: empty)
     target = config_of(tiny_model(), tmp_path / "target")
     llm = LLM(config=Config(model_path=str(target), load_format="dummy", dtype="float32", device="cpu",
                             max_running_requests=1, max_total_tokens=512), compile_later=True)  # fmt: skip
-    assert not moved
+    here = threading.current_thread().name
+    assert moved == ([here] if empty else [])
     llm.scheduler.engine.settle()
     waits = llm.try_out()
     next(waits)
-    assert not moved, "a request may come while they are moved"
+    assert moved == [here] if empty else not moved, "a request may come while they are moved"
     for _ in waits:
         pass
     llm.move_weights()  # once is enough
-    assert moved == ["huge pages"]
+    assert moved == [here if empty else "huge pages"]
 
 
 def test_what_importing_made_is_not_looked_through_for_garbage() -> None:
@@ -437,7 +440,6 @@ def test_the_process_and_what_it_runs_end_with_the_server(number: signal.Signals
               "w.compile_steps = lambda recipe, names: subprocess.run(['sleep', '99']); w.main()")  # fmt: skip
     server = f"""
 import sys, time
-from minispec.compiled_files import NotMade, compile_function
 from minispec.config import Config
 from minispec.serve.warming import CompilerProcess, CompilerTask
 CompilerProcess.COMMAND = [sys.executable, "-c", {beside!r}]

@@ -4,7 +4,7 @@ torch.compile finds its graph anew at every call. It checks what the graph takes
 inputs from the arguments: some 100 microseconds a layer, a fifth of a plain step. But between two steps of one shape
 nothing of that changes except the activations: weights, keys and values and the plan's tensors stay where they are.
 
-The one idea: ask once for every layer and plan. At the first call for them, `compiled_files.py` has a compiled function
+The one idea: ask once for every layer and plan. At the first call for them, `files.py` has a compiled function
 that is right for them, in this process, in a file or made anew. Every later call goes there. The function reads its
 tensors from the arguments at each call and checks none of them, but Inductor's code refuses other sizes and strides.
 
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from minispec.compiled import Key, Step, runs_eagerly
-from minispec.compiled_files import Loaded, find
+from minispec.cpu.files import Loaded, find
 
 
 def prepare() -> None:

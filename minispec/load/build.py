@@ -25,9 +25,9 @@ from minispec.asked.steps import Asking
 from minispec.attention import AttendKind, PagedFlex
 from minispec.buffers import Sizes, coarse_batches
 from minispec.compiled import CompileFor, Compiler, Step, autotuned
-from minispec.compiled_files import take_from
 from minispec.config import WIDE, Config, flag_name
 from minispec.cpu.direct import DirectStep, prepare
+from minispec.cpu.files import is_empty, take_from
 from minispec.cpu.gather import PagedGather
 from minispec.cpu.huge_pages import move_to_huge_pages, move_when_idle, sparse
 from minispec.cpu.int8 import TEXT, check_int8, pack_integers, quantize, replace_weights
@@ -242,7 +242,8 @@ class Build:
             dtype = dtype_line(config, self.hf_config["torch_dtype"], self.dtype)
             self.tell(f"loading {config.served_name} as {dtype} on {self.device.type}")
             parts = self.parts()
-            if self.later:  # what is in files is loaded before weights move
+            if self.later and not is_empty():
+                # What is in files is loaded before weights move.
                 self._mover = threading.Thread(target=move_when_idle, name="huge pages", daemon=True)
             else:
                 move_to_huge_pages(self.device)
@@ -375,7 +376,7 @@ def _share_layers(model: Model) -> None:
 def rehearse(config: Config, pages: int) -> Engine:
     """Return an engine on a CPU with the same sizes and pages as another one; no graph is compiled yet.
 
-    Graphs do not depend on the values of weights. So the other engine finds in Inductor's cache what is compiled here.
+    Graphs do not depend on the values of weights. So the other engine finds in files what is compiled here.
     Steps on padding write to page 0 alone, so the other pages take no memory.
     """
     build = Build(config, lambda line: None)

@@ -1,7 +1,7 @@
 """What is done with an engine before it serves: all graphs are made, and steps are timed.
 
 Graphs are made by running steps on padding. Such a step serves no request and writes to page 0 and slot 0 alone, so it
-may run between two other steps. A server on a CPU makes its graphs while it serves, one at a time (`warming.py`). In
+may run between two other steps. A server on a CPU makes its graphs while it serves, a step at a time (`warming.py`). In
 all other cases the graphs are made first.
 
 Read next: `engine.py`, whose steps these are; `direct.py` for graphs.

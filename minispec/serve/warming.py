@@ -4,7 +4,7 @@ On a CPU compiling takes minutes, and meanwhile the engine serves eagerly, at tw
 server's own process would stop it for ten seconds at a time, since a compiler in Python holds the interpreter.
 
 Each process builds the same engine, all of whose layers are one without meaning (`build.rehearse`), is told one kind of
-step after the other (`steps_of`), and prints a line when the step's functions are in files (`compiled_files.py`). Then
+step after the other (`steps_of`), and prints a line when the step's functions are in files (`cpu/files.py`). Then
 the engine thread loads them by the same function (`make_graphs`), between two steps of its own, in some tenths of a
 second. While all that is asked for is in files, no process is started.
 
@@ -176,7 +176,7 @@ class Warming:
 
     def _make(self, step: DecodeBuffers | PrefillBuffers, started: float) -> None:
         """Make a step's graphs, from files unless what a process had compiled was in none."""
-        from minispec.compiled_files import NotMade
+        from minispec.cpu.files import NotMade
         from minispec.load.warm_up import make_graphs
 
         try:

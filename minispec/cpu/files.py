@@ -15,7 +15,7 @@ lowers our operators. And a file knows the source that was traced, by checksum.
 A file is code, since loading unpickles. So the folder and all above it must be writable by this user or root alone, and
 so must the file. The folder lies in Inductor's own cache, where each file's machine code is.
 
-Read next: `cpu/direct.py`, which calls what is loaded; `serve/warming.py`, whose processes make files for a server.
+Read next: `direct.py`, which calls what is loaded; `serve/warming.py`, whose processes make files for a server.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def _options() -> Any:
 def _fixed() -> str:
     """Return the part of `machine` that stays while this process lives."""
     here = Path(__file__).parent
-    lowerings = [*sorted(here.glob("*.py")), *sorted((here / "cpu").glob("*.py"))]
+    lowerings = [*sorted(here.parent.glob("*.py")), *sorted(here.glob("*.py"))]
     code = hashlib.sha256(b"".join(path.read_bytes() for path in lowerings)).hexdigest()
     cpu = torch.cpu.get_capabilities()
     parts = (FORMAT, torch.__version__, platform.python_version(), platform.machine(), sorted(cpu.items()), code)
@@ -312,6 +312,11 @@ def _folder(cache: str) -> Path:
     logger.warning("compiled code is not kept in %s, since %s; it is in %s until the end", cache, why, own)
     os.environ[CACHE] = own
     return _folder(own)
+
+
+def is_empty() -> bool:
+    """Return whether there is no file at all."""
+    return not any(folder().glob("*.0"))
 
 
 def take_from(source: Path) -> None:

@@ -183,6 +183,12 @@ MORE: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 65536, "num_experts_per_tok": 2, "num_local_experts": 8, "rms_norm_eps": 1e-5,
         "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": False,
     },
+    # sgl-project/ome 59aac90566f8, pkg/hfutil/modelconfig/testdata/qwen2.5_0.5b.json
+    "Qwen/Qwen2.5-0.5B": {
+        "architectures": ["Qwen2ForCausalLM"], **sizes(151936, 896, 4864, 24, 14, 2), "model_type": "qwen2",
+        "max_position_embeddings": 32768, "max_window_layers": 24, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+        "sliding_window": 32768, "tie_word_embeddings": True, "use_mrope": False, "use_sliding_window": False,
+    },
     # https://huggingface.co/lvwerra/checkpoints/blob/main/config.json, of which the copy ends before vocab_size
     "lvwerra/checkpoints, a small SmolLM3": {
         "architectures": ["SmolLM3ForCausalLM"], **sizes(VOCAB, 576, 1536, 16, 8, 2), "model_type": "smollm3",

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +31,6 @@ from exactness import (
     CPU,
     VOCAB,
     WINDOWED,
-    Oracle,
     build,
     graphs_made,
     mixed_requests,
@@ -41,7 +39,6 @@ from exactness import (
     run,
     shortfalls,
     tiny_model,
-    truth_of,
 )
 from test_llm import CONFIG
 
@@ -109,19 +106,14 @@ def test_what_int8_weights_and_training_read_of_a_target_is_windowed_too(tmp_pat
 
 
 @torch.inference_mode()
-def compiled(dtype: torch.dtype = torch.float32, running: int = 2) -> tuple[Scheduler, int]:
-    """Return a scheduler of a model with windows, all compiled, and how many graphs that took.
-
-    In float32 the model drafts for itself; in other dtypes an oracle drafts, which has no graphs.
-    """
+def compiled(dtype: torch.dtype, running: int) -> tuple[Scheduler, int]:
+    """Return a scheduler of a model with windows that drafts for itself, all compiled, and how many graphs it took."""
     torch._dynamo.reset()
     model, draft = (tiny_model(**WINDOWED).to(dtype) for _ in range(2))
     compiler = partial(compile_step, device=CPU)
     model.compile_blocks(compiler)
-    drafter: Any = Oracle(truth_of(windowed_model()), nodes=4)
-    if dtype == torch.float32:
-        drafter = StandaloneDrafter(DraftModel(draft, VOCAB), steps=2, topk=2, nodes=4)
-        drafter.compile(compiler)
+    drafter = StandaloneDrafter(DraftModel(draft, VOCAB), steps=2, topk=2, nodes=4)
+    drafter.compile(compiler)
     scheduler = build(model, drafter, compiled=True, running=running, chunk=100)
     scheduler.engine.compile_small(compiler, lambda batch, nodes: batch == 1 < nodes)
     before = graphs_made()
@@ -131,7 +123,7 @@ def compiled(dtype: torch.dtype = torch.float32, running: int = 2) -> tuple[Sche
 
 @pytest.mark.slow
 def test_compiled_windows_need_no_further_graph_and_tokens_stay_the_same() -> None:
-    scheduler, made = compiled()
+    scheduler, made = compiled(torch.float32, running=2)
     assert (len(shapes(scheduler.engine)), made) == (12, 15), "as without windows, where this takes a minute more"
     requests = mixed_requests(4, max_new_tokens=24)
     with torch.compiler.set_stance("fail_on_recompile"):

@@ -159,9 +159,10 @@ def flush(url: str) -> None:
     raise RuntimeError("the server does not become idle")
 
 
-def sampled(url: str, questions: Questions, at_once: int, new_tokens: int = 40) -> list[Ids]:
-    """Return seeded samples of the first turns; the seed is the question's number."""
-    params = [{**SAMPLED, "sampling_seed": i, "max_new_tokens": new_tokens} for i in range(len(questions.first))]
+def sampled(url: str, questions: Questions, at_once: int, new_tokens: int = 40, **more: Any) -> list[Ids]:
+    """Return seeded samples of the first turns; the seed is the question's number. more: further parameters."""
+    same = {**SAMPLED, "max_new_tokens": new_tokens, **more}
+    params = [{**same, "sampling_seed": i} for i in range(len(questions.first))]
     return [a["output_ids"] for a in generate(url, questions.first, params, at_once)]
 
 

@@ -360,10 +360,11 @@ def checks_of(subjects: dict[str, Subject], quick: Sequence[Callable[[Subject], 
     """Return the parameters (name, check) of these subjects' tests; checks that are not `quick` are marked slow.
 
     Few of the tokens of trained weights change with a fault, but their drafters show what drafts need to be accepted.
-    So subjects with trained weights have the quick checks alone.
+    So subjects with trained weights have the quick checks alone, and so have chains, which are trees of one branch and
+    have all checks in test_exactness.py.
     """
-    trained = {name for name, subject in SUBJECTS.items() if subject.model is trained_model}
-    cases = [(name, check) for name in subjects for check in CHECKS if check in quick or name not in trained]
+    few = {name for name, subject in SUBJECTS.items() if subject.model is trained_model or name.endswith("-chain")}
+    cases = [(name, check) for name in subjects for check in CHECKS if check in quick or name not in few]
     return slow_unless(cases, lambda name, check: check in quick)
 
 

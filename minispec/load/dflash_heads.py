@@ -11,9 +11,10 @@ is read first; older files have some of its keys at the top level.
 
 The tensors are `fc`, `hidden_norm`, `norm` and the layers of a Qwen3; embedding and LM head are the target's.
 
-speculators nests the body in `transformer_layer_config`. `aux_hidden_state_layer_ids` are layers whose INPUT is read,
-z-lab's ids plus one. Beside z-lab's tensors are an embedding, an LM head of `draft_vocab_size` rows, and `d2t`, the
-offsets from draft ids to the target's.
+speculators names its format in `speculators_model_type`, writes z-lab's architecture or one of its own, and nests the
+body in `transformer_layer_config`. `aux_hidden_state_layer_ids` are layers whose INPUT is read, z-lab's ids plus one.
+Beside z-lab's tensors are an embedding, an LM head of `draft_vocab_size` rows, and `d2t`, the offsets from draft ids to
+the target's.
 
 Variants come as further keys and tensors (DFlash2's convolutions, attention sinks, values that are scaled). So every
 key and every tensor that is not known is refused by its name.
@@ -46,12 +47,14 @@ KEYS = frozenset("""
     num_target_layers partial_rotary_factor rms_norm_eps rope_scaling rope_theta sliding_window torch_dtype
     use_sliding_window vocab_size
     _name_or_path attention_dropout auto_map bos_token_id eos_token_id initializer_range model_type pad_token_id
-    quantization_config tie_word_embeddings transformers_version use_cache
+    pretraining_tp quantization_config tie_word_embeddings transformers_version use_cache
     """.split()) | {*OWN_KEYS}  # fmt: skip
-# Keys of speculators' config.json. sliding_window_non_causal is about layers that slide, which are refused.
+# Keys of speculators' config.json. sliding_window_non_causal is about layers that slide, which are refused; max_anchors
+# is about training, and older files repeat num_hidden_layers.
 SPECULATOR_KEYS = frozenset("""
-    architectures aux_hidden_state_layer_ids block_size draft_vocab_size mask_token_id sliding_window_non_causal
-    speculators_config speculators_model_type speculators_version target_hidden_size transformer_layer_config
+    architectures aux_hidden_state_layer_ids block_size draft_vocab_size mask_token_id max_anchors num_hidden_layers
+    sliding_window_non_causal speculators_config speculators_model_type speculators_version target_hidden_size
+    transformer_layer_config
     auto_map model_type tie_word_embeddings torch_dtype transformers_version
     """.split())  # fmt: skip
 
@@ -64,10 +67,12 @@ def read_dflash(folder: Path, target: ModelConfig, load_format: str = "auto") ->
     """
     whole = read_config(folder)
     architectures = named_architectures(whole)
-    speculator = architectures == [heads.DFLASH_SPECULATOR]
-    if not speculator and architectures != [heads.DFLASH_MODEL]:
-        raise ModelError(f"architectures {architectures} are not supported; supported: {heads.DFLASH_MODEL}, "
-                         f"{heads.DFLASH_SPECULATOR}")  # fmt: skip
+    known = (heads.DFLASH_MODEL, heads.DFLASH_SPECULATOR)
+    # Files of speculators have z-lab's architecture as well: the class whose weights were saved.
+    speculator = "speculators_model_type" in whole or known[1] in architectures
+    if len(architectures) != 1 or architectures[0] not in known:
+        raise ModelError(f"architectures {architectures} are not supported; supported: "
+                         f"{', '.join(known)}")  # fmt: skip
     stated = _body(whole, target) if speculator else whole
     own = dict(Keys(stated).within("dflash_config").stated)
     _refuse_unknown("dflash_config", own, OWN_KEYS)

@@ -26,6 +26,7 @@ from minispec.request import RequestError, short
 from minispec.serve.routes import ROUTES
 
 KEYS = {route.path: route.key for route in ROUTES}  # /abort_request needs the admin key too, in part: see its handler
+ACTING = {route.path for route in ROUTES if route.method != "get"}  # though some of them may be asked by GET too
 PORTS = {"http": 80, "https": 443}  # which browsers leave out of Origin and Host
 
 
@@ -73,6 +74,9 @@ class Auth:
         no Origin, but says that it crosses sites; only a link to the page at `/` may. The name in Host must be the
         server's too, since a page may let its own name point at this address (DNS rebinding), which makes it the
         server's own page.
+
+        Browsers name site and mode to HTTPS and to loopback alone. So elsewhere no page, whichever it is, may ask by
+        GET for what acts; only a browser's own name tells its image from the request of a program.
         """
         host, origin = http.headers.get("Host", ""), http.headers.get("Origin")
         site, linked = http.headers.get("Sec-Fetch-Site"), http.headers.get("Sec-Fetch-Mode") == "navigate"
@@ -85,6 +89,11 @@ class Auth:
         if origin is None and site in ("cross-site", "same-site") and not (linked and path == "/"):
             raise RequestError(f"a web page of another site (Sec-Fetch-Site: {site}) may not call this server without "
                                "an Origin that --cors-origins lists", None, 403, "origin_not_allowed")  # fmt: skip
+        unsaid, browser = origin is None and site is None, http.headers.get("User-Agent", "").startswith("Mozilla/")
+        if unsaid and browser and http.method != "POST" and path in ACTING:
+            raise RequestError(f"{path} takes POST alone from a browser that does not say which page asks (no Origin, "
+                               "as --cors-origins lists them, and no Sec-Fetch-Site)", None, 403,
+                               "origin_not_allowed")  # fmt: skip
 
     def _may_be_called(self, host: str) -> bool:
         """Return whether a Host header has one of the server's names, whatever its port."""

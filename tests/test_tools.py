@@ -51,6 +51,8 @@ REPLIES: list[tuple[str, str, str | None, list[Call]]] = [
         '<tool_call>{"name": "weather", "arguments": "Paris"}</tool_call>', '<tool_call>{"name": "weather", "argum',
         '<tool_call>{"name": "clock", "arguments": {"a": NaN}}</tool_call>', '<tool_call>{"name": 7}</tool_call>',
         '<tool_call>{"name": "clock", "arguments": {"a": 1}, "arguments": {"a": 2}}</tool_call>',
+        '<tool_call>{"name": "clock", "arguments": {"a": 1x<tool_call>}}</tool_call>',
+        '<tool_call>{"name": "clock", "arguments": {"a": "\\ud83d"}}</tool_call>',  # half a character
         '<tool_call>{"name": "clock", "arguments": {"a": ' + "[" * 80 + "]" * 80 + "}}</tool_call>",
     )),
     ("hermes", f"<tool_call>oops</tool_call>\n<tool_call>{PARIS}</tool_call>", "<tool_call>oops</tool_call>",

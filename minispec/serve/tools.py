@@ -61,8 +61,9 @@ class Calls:
         self._object, self._depth, self._quoted, self._escaped = "", 0, False, False
         self._number: int | None = None  # of the call, once its name went out
         self._name = ""
-        self._sent = 0  # where in the object the arguments go on that did not go out
+        self._first = self._sent = 0  # where in the object the arguments begin, and go on that did not go out
         self._stop: int | None = None  # where they end
+        self._wrong = False  # whether they cannot become JSON
 
     def feed(self, text: str) -> list[Piece]:
         """Take the next piece of text, and return what has become certain."""
@@ -77,7 +78,7 @@ class Calls:
 
     def finish(self, cut: bool) -> list[Piece]:
         """Return what is left at the end of the reply; `cut` by a limit, a call whose name is known may stay half."""
-        if self._state in (_OPEN, _OBJECT) and not (cut and self._number is not None):
+        if self._state in (_OPEN, _OBJECT) and (not cut or self._number is None or self._wrong):
             self._malformed()
         if self._state == _BETWEEN:
             self._say(self._rest)
@@ -154,14 +155,19 @@ class Calls:
 
     def _begin(self, name: str, at: int) -> None:
         """Hand out the name of a call whose arguments begin at `at`."""
-        self._number, self._name, self._sent = self._started, name, at
+        self._number, self._name, self._first, self._sent = self._started, name, at, at
         self._started += 1
         self._out.append(Piece(call=self._number, name=name))
 
     def _send(self) -> None:
-        """Hand out the arguments that came."""
+        """Hand out the arguments that came, unless they are no JSON any more: clients parse them as they come."""
         stop = len(self._object) if self._stop is None else self._stop
-        if self._number is not None and stop > self._sent:
+        if self._number is not None and stop > self._sent and not self._wrong:
+            try:
+                from_json(self._object[self._first : stop], allow_inf_nan=False, allow_partial="trailing-strings")
+            except ValueError:
+                self._wrong = True
+                return
             self._out.append(Piece(self._object[self._sent : stop], self._number))
             self._sent = stop
 
@@ -174,7 +180,7 @@ class Calls:
             self._begin(call[0], 0)
             self._out.append(Piece(json.dumps(call[1], ensure_ascii=False), self._number))
         elif not (head := _HEAD.match(self._object)) or call != (
-            self._name, json.loads(self._object[head.end() - 1 : self._stop])
+            self._name, from_json(self._object[head.end() - 1 : self._stop])
         ):  # fmt: skip
             return self._malformed()  # a key stands there twice, and what went out was the wrong one
         else:
@@ -208,8 +214,8 @@ class Calls:
 def _read_call(text: str) -> tuple[str, dict[str, Any]] | None:
     """Return name and arguments of a call, or None if the text is no JSON object with these."""
     try:
-        value = json.loads(text, parse_constant=no_number)
-    except (ValueError, RecursionError):
+        value = from_json(text, allow_inf_nan=False)
+    except ValueError:
         return None
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
     arguments = {} if arguments is None else arguments

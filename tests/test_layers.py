@@ -25,8 +25,8 @@ SOURCES = {
 # Floors from the ground up. A file imports from its own folder and from the floors below, never from above or beside.
 # "" is the core, the files at the top of the package but for those named here, which put folders together.
 FLOORS = (
-    ("",), ("asked", "cpu", "cuda"), ("ranks",), ("config",), ("load",), ("llm",), ("serve", "train", "explain"),
-    ("replicas",), ("server",), ("__init__",),
+    ("",), ("asked", "cpu", "cuda"), ("ranks",), ("config",), ("load",), ("llm",),
+    ("serve", "train", "explain", "notebooks"), ("replicas",), ("server",), ("__init__",),
 )  # fmt: skip
 FLOOR = {place: floor for floor, places in enumerate(FLOORS) for place in places}
 TABLES = ("load.chat_templates", "load.reply_formats", "load.sglang_flags")  # import nothing: the flags read them

@@ -368,7 +368,7 @@ def test_a_call_that_broke_off_is_incomplete_where_it_was_told_of_and_left_out_o
     events = streamed(list(BROKEN))
     assert order(events) == BEGIN + FUNCTION + TEXT + END
     (made,) = (e["item"] for e in events if e["type"].endswith("item.done") and e["item"]["type"] == "function_call")
-    assert made["status"] == "incomplete" and made["arguments"] == '{"city": }}'[:-1]
+    assert made["status"] == "incomplete" and made["arguments"] == '{"city": '
     (item,) = events[-1]["response"]["output"]
     assert item["type"] == "message" and item["content"][0]["text"] == BROKEN
 

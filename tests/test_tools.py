@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from test_schema import chat, refused
 
+from minispec.asked.calls import call_or_form, constraint
 from minispec.load.chat_templates import NAMED, WITH_TOOLS
 from minispec.load.reply_formats import CALLS, THOUGHTS, calls_of
 from minispec.load.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
@@ -18,7 +19,6 @@ from minispec.request import Finish, Grammar, Request, RequestError, SamplingPar
 from minispec.serve import parse
 from minispec.serve.message import Formats, Message, Thoughts, Wish
 from minispec.serve.reply import Reply, Served
-from minispec.serve.tools import call_or_form, constraint
 
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "of a place", "parameters": {
     "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}  # fmt: skip

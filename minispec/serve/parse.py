@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
+from minispec.asked.calls import call_or_form, constraint
 from minispec.load.chat_templates import WITH_TOOLS
 from minispec.request import (
     Grammar,
@@ -39,7 +40,7 @@ from minispec.serve import fields
 from minispec.serve.fields import read
 from minispec.serve.logprobs import Report
 from minispec.serve.message import PLAIN_FORMATS, Formats, Message, Wish
-from minispec.serve.tools import MAX_DEPTH, call_or_form, constraint, no_number
+from minispec.serve.tools import MAX_DEPTH
 
 if TYPE_CHECKING:
     from minispec.load.tokenizer import Tokenizer
@@ -70,7 +71,7 @@ _TEMPLATE_NAMES = frozenset(
 def parse_json(body: bytes) -> dict[str, Any]:
     """Parse a request body strictly; RequestError 400 for anything but an object of finite, encodable values."""
     try:
-        value = json.loads(body.decode("utf-8-sig"), parse_constant=no_number, parse_float=_finite, parse_int=_bounded)
+        value = json.loads(body.decode("utf-8-sig"), parse_constant=_refuse, parse_float=_finite, parse_int=_bounded)
         _check_values(value, 0)
     except RecursionError:
         raise RequestError(f"the body nests deeper than {MAX_DEPTH} levels") from None
@@ -87,6 +88,10 @@ def read_object(text: str, demand: str, param: str) -> dict[str, Any]:
         return parse_json(text.encode("utf-8"))
     except RequestError as error:
         raise RequestError(f"{demand} the text of a JSON object: {error.message}", param) from None
+
+
+def _refuse(literal: str) -> float:
+    raise ValueError(f"{literal} is no JSON number")  # NaN and the infinities, which `json.loads` takes otherwise
 
 
 def _finite(literal: str) -> float:

@@ -1,4 +1,4 @@
-"""Calls of tools in a reply, found while it grows; and the grammar of a reply that must be a call.
+"""Calls of tools in a reply, found while it grows.
 
 A call is a JSON object with a name and arguments, between tags or alone (`load/reply_formats.py`). `Calls` reads a
 reply piece by piece, cut anywhere. Once a call has shown its name, which must be that of a tool offered, and has begun
@@ -10,21 +10,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
 from minispec.load.reply_formats import CallFormat
 from minispec.output import overlap
-from minispec.request import Grammar
 
 MAX_DEPTH = 64  # of nested JSON, in bodies too; a deeper call is malformed
-_NONE = {"additionalProperties": False}  # the parameters of a function that takes none
-# The white space of constrained arguments is fixed: where it is free, small models go on writing it for ever.
-_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*\{')
 _BETWEEN, _OPEN, _OBJECT, _AFTER, _OVER = range(5)  # where in the reply: `_OPEN` is after a begin tag
 
@@ -228,67 +222,3 @@ def read_arguments(text: str) -> dict[str, Any]:
         return from_json(text, allow_partial="trailing-strings")
     except ValueError:
         return {}
-
-
-def no_number(literal: str) -> float:
-    """Refuse NaN and the infinities, which `json.loads` takes unless told otherwise."""
-    raise ValueError(f"{literal} is no JSON number")
-
-
-def call_or_form(
-    tools: Sequence[Mapping[str, Any]], form: CallFormat, asked: Grammar, parallel: bool = True
-) -> Grammar:
-    """Return the grammar of a reply that is calls, as `constraint` has them, or else what `asked` says.
-
-    Where calls stand without tags and the other is JSON too, both are one schema: llguidance could not tell a call's
-    beginning from that of another object. Then there is one call.
-    """
-    if not form.bare or asked.kind != "json_schema":
-        return replace(asked, calls=constraint(tools, form, None, parallel))
-    options: list[Any] = [{"type": "object", "required": ["name", form.arguments], "properties": {
-        "name": {"const": function["name"]}, form.arguments: _parameters(function)}}
-        for function in (tool["function"] for tool in tools)]  # fmt: skip
-    options.append(json.loads(asked.text))
-    moved = [_moved(option, f"#/anyOf/{at}" + (f"/properties/{form.arguments}" if at < len(tools) else ""))
-             for at, option in enumerate(options)]  # fmt: skip
-    return replace(asked, text=json.dumps({"anyOf": moved, "x-guidance": _SPACING}, ensure_ascii=False))
-
-
-def _moved(schema: Any, place: str) -> Any:
-    """Return a schema whose references are right where it stands at `place` of another."""
-    if isinstance(schema, list):
-        return [_moved(item, place) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {name: _moved(value, place) for name, value in schema.items()}
-    if isinstance(to := schema.get("$ref"), str) and to.startswith("#"):
-        moved["$ref"] = place + to[1:]
-    return moved
-
-
-def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
-    given = function.get("parameters")
-    return {"type": "object", **(_NONE if given is None else given)}
-
-
-def constraint(
-    tools: Sequence[Mapping[str, Any]], form: CallFormat, name: str | None = None, parallel: bool = True
-) -> str:
-    """Return the grammar, in llguidance's Lark, of a reply that is a call of one of the tools, or several `parallel`.
-
-    tools: as clients send them; one without `parameters` takes none, as OpenAI's reference says. name: of the one tool
-    that must be called, in one call.
-    """
-    several, literal = parallel and name is None, partial(json.dumps, ensure_ascii=False)
-    calls = []
-    for function in (tool["function"] for tool in tools):
-        if name in (None, function["name"]):
-            head = f'{{"name": {literal(function["name"])}, "{form.arguments}": '
-            schema = {**_parameters(function), "x-guidance": _SPACING}
-            calls.append(f"{literal(form.spelled[0] + head)} %json {json.dumps(schema)} "
-                         f"{literal('}' + form.spelled[1])}")  # fmt: skip
-    return "\n".join([
-        f"start: call ({literal(form.between)} call)*" if several else "start: call",
-        "call: " + " | ".join(f"call_{i}" for i in range(len(calls))),
-        *(f"call_{i}: {call}" for i, call in enumerate(calls)),
-    ]) + "\n"  # fmt: skip

@@ -571,21 +571,17 @@ def shutting_down() -> RequestError:
 def _prepare(job: parse.Job, front: Front, served: Served) -> Reply:
     """Tokenize and check a job's requests, and return the `Reply` that will answer it; slow; safe on any thread."""
     requests = _tokenized(job, front, served)
-    try:
+    with parse.in_clients_words(job.names):
         for request in requests:
             front.validate(request)
-    except RequestError as error:
-        raise parse.in_clients_words(error, job.names) from None
     return REPLIES.get(job.dialect, Reply)(job, requests, served)
 
 
 def _tokenized(job: parse.Job, front: Front, served: Served) -> list[Request]:
     """Return a job's requests; errors name the client's fields."""
     limits = front.facts.limits
-    try:
+    with parse.in_clients_words(job.names):
         return parse.tokenize(job, front.tokenizer, limits.context_length, limits.longest_prompt, served.formats)
-    except RequestError as error:
-        raise parse.in_clients_words(error, job.names) from None
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

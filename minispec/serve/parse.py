@@ -18,7 +18,8 @@ import logging
 import math
 import re
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
@@ -53,7 +54,9 @@ PREFIXES = {"chat": "chatcmpl-", "response": "resp_", "message": "msg_", "comple
 HIDES, DEMANDS = {"none"}, {"required", "any"}  # choices of tools, as the dialects call them
 Prompt = str | list[int] | list[dict]  # text, token ids, or chat messages
 T = TypeVar("T")
-Form = tuple[str, str, Any]  # a field that constrains, the kind of grammar, and its rule: None where it asks nothing
+Form = tuple[str, str, Any]  # a field that constrains, the kind of grammar, and its rule
+KINDS = {"json_schema": "json_schema", "json": "json_schema", "json_object": "json_schema", "regex": "regex",
+         "ebnf": "ebnf", "grammar": "ebnf", "structural_tag": "structural_tag", "choice": "lark"}  # of grammars
 SAMPLED = {field.name for field in dataclasses.fields(SamplingParams)} - {"grammar", "logprobs"}  # plain values
 
 # Names the template's own machinery uses: a client may not set them.
@@ -267,58 +270,25 @@ def job_of(told: Conversation, asked: Any, defaults: Mapping[str, Any]) -> Job:
     if wish.must and form is not None and form.origin not in {origin for origin, _, _ in told.forms}:
         raise RequestError(f"{form.origin} may not be given where tool_choice asks for a call", form.origin)
     values = {"max_new_tokens": None, **defaults, "grammar": None if wish.must else form}
-    job = _spelled_job(told.dialect, asked, [told.messages], values, told.where)
     chat = {"add_generation_prompt": not told.continued, "continue_final_message": told.continued,
             "template_kwargs": {**told.variables, **({"tools": list(wish.tools)} if wish.tools else {})}}  # fmt: skip
-    return replace(job, chat=chat, wish=wish, tools={joined(tool): tool for tool in told.tools})
+    return _job(told.dialect, asked, [told.messages], [_sampled(asked, values, told.where)], chat=chat, wish=wish,
+                tools={joined(tool): tool for tool in told.tools})  # fmt: skip
 
 
 def parse_completion(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Job:
     """Return the job of a /v1/completions body: a prompt of text or ids, or a list of such prompts."""
     asked = read(fields.Completion, body)
-    as_ids = asked.return_tokens_as_token_ids is True
-    report = Report(asked.logprobs, asked.prompt_logprobs, asked.echo is True, as_ids=as_ids)
+    prompts = _listed(asked.prompt)
+    report = Report(asked.logprobs, asked.prompt_logprobs, asked.echo is True,
+                    as_ids=asked.return_tokens_as_token_ids is True)  # fmt: skip
     start = 0 if report.prompt is not None or (report.echo and report.top is not None) else None
     counts = _given(asked, ("logprobs", "prompt_logprobs"))
     wishes = [_logprobs(name, top=count, start=start) for name, count in counts.items()]
     values = {**defaults, "max_new_tokens": 16, "logprobs": max(wishes, key=lambda wish: wish.top, default=None),
               "grammar": _grammar(asked, _response_format(asked))}  # fmt: skip
-    job = _spelled_job("completion", asked, _listed(asked.prompt), values, "prompt")
-    return replace(job, report=report, add_special_tokens=asked.add_special_tokens is not False)
-
-
-def _spelled_job(dialect: Dialect, asked: Any, prompts: list[Prompt], values: Mapping[str, Any], prompt: str) -> Job:
-    """Return the job of a body that has its sampling fields beside the others.
-
-    values: the parameters of what the client does not set. prompt: the field that has the prompts.
-    """
-    given, names = _sampling(asked)
-    names |= {"prompt": prompt, "messages": prompt, "max_tokens": names.get("max_new_tokens", "max_tokens")}
-    try:
-        params = SamplingParams(**{**values, **given})
-    except RequestError as error:
-        raise in_clients_words(error, names) from None
-    rid, count, n = asked.rid or getattr(asked, "request_id", None), len(prompts), asked.n or 1
-    options = asked.stream_options if isinstance(asked, fields.OpenAI) else None
-    return _job(
-        dialect, asked, prompts, [params] * count, n,
-        rids=_rids(rid, count, PREFIXES[dialect], n),
-        limited=["max_new_tokens" in names] * (count * n),
-        intervals=[asked.stream_interval] * (count * n),
-        stream_options=options or fields.StreamOptions(),
-        return_ids=asked.return_token_ids is True if isinstance(asked, fields.OpenAI) else False,
-        spec_details=asked.return_spec_tokens_details is True,
-        names=names,
-    )  # fmt: skip
-
-
-def _sampling(asked: Any) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the parameters that a body sets, and, where its client calls one otherwise, how."""
-    given, names = _given(asked, [name for name in SAMPLED if hasattr(asked, name)]), dict[str, str]()
-    for name, ours in fields.MEANS.items():
-        if (value := getattr(asked, name, None)) is not None:
-            given[ours], names[ours] = value, name
-    return given, names
+    return _job("completion", asked, prompts, [_sampled(asked, values, "prompt")] * len(prompts), report=report,
+                add_special_tokens=asked.add_special_tokens is not False)  # fmt: skip
 
 
 def parse_generate(body: Mapping[str, Any]) -> Job:
@@ -337,28 +307,54 @@ def parse_generate(body: Mapping[str, Any]) -> Job:
     counts = {wish.n or 1 for wish in wishes}
     if len(counts) > 1:
         raise RequestError(f"n must be the same for all prompts, got {sorted(counts)}", "n")
-    params, n = [SamplingParams(**_sampling(wish)[0], grammar=_grammar(wish)) for wish in wishes], counts.pop()
-    scored = [replace(p, logprobs=wish) for p, wish in zip(params, _native_wishes(asked, len(prompts)), strict=True)]
+    n = counts.pop()
+    sampled = [_sampled(wish, {"grammar": _grammar(wish), "logprobs": scores}, given[0])
+               for wish, scores in zip(wishes, _native_wishes(asked, len(prompts)), strict=True)]  # fmt: skip
     return _job(
-        "generate", asked, prompts, scored, n,
-        rids=_rids(asked.rid, len(prompts), "", n),
-        limited=_repeated([wish.max_new_tokens is not None for wish in wishes], n),
+        "generate", asked, prompts, sampled, n, report=Report(texts=asked.return_text_in_logprobs is True),
         intervals=_repeated([wish.stream_interval or asked.stream_interval for wish in wishes], n),
-        report=Report(texts=asked.return_text_in_logprobs is True),
-        batched=prompts is prompt or n > 1,
-        trace=asked.trace is True,
-        names={"prompt": given[0], "max_tokens": "max_new_tokens"},
+        batched=prompts is prompt or n > 1, trace=asked.trace is True,
     )  # fmt: skip
 
 
+Sampled = tuple[SamplingParams, dict[str, str]]  # and `Job.names`, which has max_new_tokens if the client set it
+
+
+def _sampled(asked: Any, values: Mapping[str, Any], prompt: str) -> Sampled:
+    """Return the parameters that a body sets, or `values` where it does not; `prompt`: the field with the prompts."""
+    given = _given(asked, [name for name in SAMPLED if hasattr(asked, name)])
+    names = {"prompt": prompt, "messages": prompt, **{name: name for name in given}}
+    for name, ours in fields.MEANS.items():
+        if (value := getattr(asked, name, None)) is not None:
+            given[ours], names[ours] = value, name
+    native = isinstance(asked, fields.NativeParams)
+    names["max_tokens"] = names.get("max_new_tokens", "max_new_tokens" if native else "max_tokens")
+    with in_clients_words(names):
+        return SamplingParams(**{**values, **given}), names
+
+
 def _job(
-    dialect: Dialect, asked: fields.Prompted, prompts: list[Prompt], params: list[SamplingParams], n: int, **own: Any
+    dialect: Dialect, asked: Any, prompts: list[Prompt], sampled: Sequence[Sampled], n: int | None = None, **own: Any
 ) -> Job:
-    """Return a job with what all dialects have in common; each of the n choices for a prompt has a seed of its own."""
-    seeded = [replace(p, sampling_seed=choice_seed(p.sampling_seed, choice)) for p in params for choice in range(n)]
+    """Return a job with what all dialects have in common; each of the n choices for a prompt has a seed of its own.
+
+    sampled: for each prompt. n: by default the body's. own: fields of `Job`.
+    """
+    n, rid = n or asked.n or 1, asked.rid
+    options: dict[str, Any] = {"intervals": [asked.stream_interval] * (len(prompts) * n)}
+    if isinstance(asked, fields.OpenAI):
+        rid = rid or asked.request_id
+        options |= {"stream_options": asked.stream_options or fields.StreamOptions(),
+                    "return_ids": asked.return_token_ids is True,
+                    "spec_details": asked.return_spec_tokens_details is True}  # fmt: skip
+    seeded = [replace(p, sampling_seed=choice_seed(p.sampling_seed, choice)) for p, _ in sampled for choice in range(n)]
     salts = [asked.cache_salt, asked.extra_key]  # told apart, so that no pair equals another
-    return Job(dialect, asked.model, _repeated(prompts, n), seeded, n=n, salt=json.dumps(salts) if any(salts) else "",
-               stream=asked.stream is True, truncate=asked.truncate_prompt_tokens, **own)  # fmt: skip
+    return Job(
+        dialect, asked.model, _repeated(prompts, n), seeded, _rids(rid, len(prompts), PREFIXES.get(dialect, ""), n),
+        _repeated(["max_new_tokens" in names for _, names in sampled], n), n=n,
+        salt=json.dumps(salts) if any(salts) else "", stream=asked.stream is True,
+        truncate=asked.truncate_prompt_tokens, names=sampled[0][1], **{**options, **own},
+    )  # fmt: skip
 
 
 def _rids(given: str | list[str] | None, prompts: int, prefix: str, n: int) -> list[str]:
@@ -387,55 +383,58 @@ def _listed(prompt: Any) -> list[Prompt]:
 # ---- what is sampled -------------------------------------------------------------------------------------------------
 
 
-def in_clients_words(error: RequestError, names: Mapping[str, str]) -> RequestError:
-    """Return an error about a field of ours, changed to be about the client's; `names` as in `Job.names`."""
-    message = error.message
-    for ours in set(names) & {*fields.MEANS.values(), "top_logprobs"}:
-        message = re.sub(rf"\b{ours}\b", names[ours], message)
-    error.message, error.args, error.param = message, (message,), names.get(error.param or "", error.param)
-    return error
+@contextmanager
+def in_clients_words(names: Mapping[str, str]) -> Iterator[None]:
+    """Within this, make an error about a field of ours one about the client's; `names` as in `Job.names`."""
+    try:
+        yield
+    except RequestError as error:
+        for ours in set(names) & {*fields.MEANS.values(), "top_logprobs"}:
+            error.message = re.sub(rf"\b{ours}\b", names[ours], error.message)
+        error.args, error.param = (error.message,), names.get(error.param or "", error.param)
+        raise
 
 
-def _grammar(asked: fields.Constrained, forms: Sequence[Form] = ()) -> Grammar | None:
+def _grammar(asked: Any, forms: Iterable[Form] = ()) -> Grammar | None:
     """Return what the client wants the output to be, if anything; RequestError if it wants several things.
 
     The same may be asked for twice: clients that do not know which vLLM they talk to use its older and newer fields.
     """
-    wishes = [(name, "ebnf" if name == "grammar" else name, getattr(asked, name))
-              for name in fields.Constrained.model_fields]  # fmt: skip
-    if isinstance(asked, fields.OpenAI):
-        wishes += _vllm_wishes(asked)
+    wishes = list(_wishes(asked))
+    if newer := asked.structured_outputs if isinstance(asked, fields.OpenAI) else None:
+        own = list(_wishes(newer, "structured_outputs"))
+        if len(own) != 1:
+            raise RequestError("structured_outputs must be an object with exactly one of json, regex, choice, grammar, "
+                               f"json_object and structural_tag, got {len(own)}", "structured_outputs")  # fmt: skip
+        wishes += own
     grammars = [Grammar(kind, rule if isinstance(rule, str) else dump(rule).decode(), origin)
-                for origin, kind, rule in (*wishes, *forms) if rule not in (None, "")]  # fmt: skip
+                for origin, kind, rule in (*wishes, *forms)]  # fmt: skip
     if len(set(grammars)) > 1:
         raise RequestError(f"at most one of {', '.join(grammar.origin for grammar in grammars)} may be given",
                            grammars[-1].origin)  # fmt: skip
     return grammars[0] if grammars else None
 
 
-def _vllm_wishes(asked: fields.OpenAI) -> list[Form]:
-    """Return what vLLM's fields ask for."""
-    forms = [(f"guided_{name}", name, getattr(asked, f"guided_{name}"), asked.guided_whitespace_pattern)
-             for name in ("json", "regex", "choice", "grammar")]  # fmt: skip
-    if (newer := asked.structured_outputs) is not None:
-        space = "" if newer.disable_any_whitespace else newer.whitespace_pattern
-        forms += [("structured_outputs", name, value, space) for name, value in newer.given().items()]
-    wishes: list[Form] = []
-    for field_name, name, value, space in forms:
-        if name == "choice":
-            texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in value or ())
-            wishes.append((field_name, "lark", f"start: CHOICE\nCHOICE: {texts}" if texts else None))
-        elif name in ("json", "json_object"):
-            schema = {"type": "object"} if name == "json_object" else value
-            wishes.append((field_name, "json_schema", _spaced(schema, space, field_name)))
-        else:
-            wishes.append((field_name, "ebnf" if name == "grammar" else name, value))
-    return wishes
+def _wishes(asked: Any, where: str | None = None) -> Iterator[Form]:
+    """Yield what the fields of a body, or of its object `where`, want the output to be."""
+    space = asked.guided_whitespace_pattern if isinstance(asked, fields.OpenAI) else None
+    if isinstance(asked, fields.StructuredOutputs):
+        space = "" if asked.disable_any_whitespace else asked.whitespace_pattern
+    for name in fields.acting(type(asked)):
+        kind = KINDS.get(name.removeprefix("guided_"))
+        value = None if kind is None else getattr(asked, name if name != "json" else "json_")
+        if kind is None or value in (None, "", [], False):
+            continue
+        if kind == "lark":
+            value = "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in value)
+        elif kind == "json_schema":
+            value = _spaced({"type": "object"} if value is True else value, space, where or name)
+        yield where or name, kind, value
 
 
 def _spaced(schema: Any, pattern: str | None, field_name: str) -> Any:
     """Return a schema, or its text, with what may stand between tokens, unless `pattern` is None."""
-    if pattern is None or schema in (None, ""):
+    if pattern is None:
         return schema
     if isinstance(schema, str):
         schema = read_object(schema, f"{field_name} must have", field_name)
@@ -467,10 +466,8 @@ def schema_form(where: str, kind: str, schema: Any) -> list[Form]:
 
 def _logprobs(counted: str, **wish: Any) -> Logprobs:
     """Return what is wished; an error about the number of likeliest tokens names the field `counted`."""
-    try:
+    with in_clients_words({"top_logprobs": counted}):
         return Logprobs(**wish)
-    except RequestError as error:
-        raise in_clients_words(error, {"top_logprobs": counted}) from None
 
 
 def _native_wishes(asked: fields.Generate, prompts: int) -> list[Logprobs | None]:

@@ -38,7 +38,7 @@ def parse_message(body: Mapping[str, Any], defaults: Mapping[str, Any], counted:
                            "tool_choice")  # fmt: skip
     messages = [turn for i, turn in enumerate(asked.messages) for turn in _turns(turn, f"messages[{i}]")]
     if asked.system:
-        messages.insert(0, {"role": "system", "content": parse.text_of(asked.system)})
+        messages.insert(0, parse.turn("system", asked.system))
     return parse.job_of(parse.Conversation(
         "message", messages, "messages", _tools(asked), parse.Pick(choice and choice.type, choice and choice.name),
         not (choice and choice.disable_parallel_tool_use),
@@ -62,30 +62,25 @@ def _tools(asked: Any) -> list[parse.Tool]:
 def _turns(turn: Any, where: str) -> list[dict[str, Any]]:
     """Return a message as a chat's: results of tools in it are messages of their own; `where` names it in errors."""
     if isinstance(turn.content, str):
-        return [{"role": turn.role, "content": turn.content}]
+        return [parse.turn(turn.role, turn.content)]
     turns: list[dict[str, Any]] = []
-    said: dict[str, list[Any]] = {"text": [], "thinking": [], "calls": []}
+    said: list[Any] = []
+    calls: list[dict[str, Any]] = []
     for i, block in enumerate(turn.content):
+        of = {"tool_result": "user", "tool_use": "assistant", "thinking": "assistant"}.get(block.type, turn.role)
+        if of != turn.role:
+            raise RequestError(f"{where}.content[{i}] must be no {block.type} in a message of role {turn.role}",
+                               "messages")  # fmt: skip
         if isinstance(block, fields.UnservedBlock):
             parse.leave_out(block.type)
         elif isinstance(block, fields.ToolResult):
-            content = parse.text_of(block.content)
-            turns.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
+            turns.append(parse.turn("tool", block.content, tool_call_id=block.tool_use_id))
         elif isinstance(block, fields.ToolUse):
-            said["calls"].append(parse.made_call(block.id, block.name, block.input))
+            calls.append(parse.made_call(block.id, block.name, block.input))
         else:
-            said["thinking" if block.type == "thinking" else "text"].append(block)
-        if turn.role != ("assistant" if isinstance(block, fields.ToolUse | fields.ThinkingPart) else
-                         "user" if isinstance(block, fields.ToolResult) else turn.role):  # fmt: skip
-            raise RequestError(f"{where}.content[{i}] must be no {block.type} in a message of role {turn.role}",
-                               "messages")  # fmt: skip
-    if said["text"] or said["calls"] or said["thinking"] or not turns:
-        own: dict[str, Any] = {"role": turn.role, "content": parse.text_of(said["text"])}
-        if said["thinking"]:
-            own["reasoning_content"] = "\n".join(block.thinking for block in said["thinking"])
-        if said["calls"]:
-            own["tool_calls"] = said["calls"]
-        turns.append(own)
+            said.append(block)
+    if said or calls or not turns:
+        turns.append(parse.turn(turn.role, said, parse.thoughts_in(said), calls))
     return turns
 
 

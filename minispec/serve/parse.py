@@ -508,16 +508,25 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     role = "tool" if message.role == "function" else message.role
     if message.content is None and role not in ("assistant", "tool"):
         raise RequestError(f"{where}.content must be text or a list of text parts, got None", "messages")
-    clean = _given(message, ("name", "tool_call_id")) | {"role": role, "content": text_of(message.content)}
     parts = message.content if isinstance(message.content, list) else []
-    thoughts = [message.reasoning_content or message.reasoning or ""]
-    thoughts += [part.thinking for part in parts if part.type == "thinking"]
+    thoughts = [message.reasoning_content or message.reasoning, *thoughts_in(parts)]
+    calls = [made_call(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ()]
+    return turn(role, message.content, thoughts, calls, **_given(message, ("name", "tool_call_id")))
+
+
+def turn(
+    role: str, content: Any, thoughts: Iterable[str | None] = (), calls: Sequence[dict[str, Any]] = (), **own: str
+) -> dict[str, Any]:
+    """Return a message as chat templates know it; what it has none of is left out."""
+    said: dict[str, Any] = {**own, "role": role, "content": text_of(content)}
     if thought := "\n".join(filter(None, thoughts)):
-        clean["reasoning_content"] = thought
-    if message.tool_calls:
-        clean["tool_calls"] = [made_call(call.id, call.function.name, call.function.arguments)
-                               for call in message.tool_calls]  # fmt: skip
-    return clean
+        said["reasoning_content"] = thought
+    return {**said, "tool_calls": calls} if calls else said
+
+
+def thoughts_in(parts: Iterable[Any]) -> list[str]:
+    """Return the thoughts among the parts of a message."""
+    return [part.thinking for part in parts if part.type == "thinking"]
 
 
 def text_of(content: Any) -> str:

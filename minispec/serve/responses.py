@@ -63,41 +63,33 @@ def _repeated(asked: Any, job: parse.Job) -> dict[str, Any]:
 
 def _messages(asked: Any) -> list[dict[str, Any]]:
     """Return instructions and input as a chat's messages: what the model made in one turn becomes one message."""
-    turns: list[dict[str, Any]] = []
-    if asked.instructions is not None:
-        turns.append({"role": "system", "content": asked.instructions})
+    turns = [] if asked.instructions is None else [parse.turn("system", asked.instructions)]
     thought = ""  # waits for the message that it led to
     for item in [asked.input] if isinstance(asked.input, str) else asked.input:
         if isinstance(item, fields.ReasoningItem):
             thought = parse.text_of(item.content or item.summary or [])
-            continue
-        if isinstance(item, fields.UnservedItem):
+        elif isinstance(item, fields.UnservedItem):
             parse.leave_out(item.type)
-            continue
-        if isinstance(item, fields.ToolsItem):
-            continue
-        turn = _turn(item)
-        if "tool_calls" in turn and not thought and turns and turns[-1]["role"] == "assistant":
-            turns[-1].setdefault("tool_calls", []).extend(turn["tool_calls"])
-            continue
-        if thought and turn["role"] == "assistant":
-            turn["reasoning_content"] = thought
-        thought = ""
-        turns.append(turn)
-    return turns or [{"role": "user", "content": ""}]
+        elif not isinstance(item, fields.ToolsItem):
+            turn = _turn(item, thought)
+            if "tool_calls" in turn and not thought and turns and turns[-1]["role"] == "assistant":
+                turns[-1].setdefault("tool_calls", []).extend(turn["tool_calls"])
+            else:
+                turns.append(turn)
+            thought = ""
+    return turns or [parse.turn("user", "")]
 
 
-def _turn(item: Any) -> dict[str, Any]:
-    """Return an item as a message of its own."""
+def _turn(item: Any, thought: str) -> dict[str, Any]:
+    """Return an item as a message of its own; `thought`: what led to it."""
     if isinstance(item, str):
-        return {"role": "user", "content": item}
+        return parse.turn("user", item)
     if isinstance(item, fields.OutputItem):
-        return {"role": "tool", "tool_call_id": item.call_id, "content": parse.text_of(item.output)}
+        return parse.turn("tool", item.output, tool_call_id=item.call_id)
     if isinstance(item, fields.MessageItem):
-        return {"role": item.role, "content": parse.text_of(item.content)}
+        return parse.turn(item.role, item.content, [thought] if item.role == "assistant" else ())
     arguments = {"input": item.input} if isinstance(item, fields.CustomCallItem) else item.arguments
-    call = parse.made_call(item.call_id, parse.joined(item), arguments)
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
+    return parse.turn("assistant", "", [thought], [parse.made_call(item.call_id, parse.joined(item), arguments)])
 
 
 def _tools(offered: Iterable[Any], namespace: str | None = None) -> list[parse.Tool]:

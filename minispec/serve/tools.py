@@ -20,6 +20,8 @@ from minispec.output import overlap
 
 MAX_DEPTH = 64  # of nested JSON, in bodies too; a deeper call is malformed
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*\{')
+# Brackets, and strings, of which the last may have no end yet.
+_PARTS = re.compile(r'("[^"\\]*(?:\\.[^"\\]*)*("?))|[{}\[\]]', re.DOTALL)
 _BETWEEN, _OPEN, _OBJECT, _AFTER, _OVER = range(5)  # where in the reply: `_OPEN` is after a begin tag
 
 
@@ -52,7 +54,7 @@ class Calls:
         self._out: list[Piece] = []
 
     def _new_object(self) -> None:
-        self._object, self._depth, self._quoted, self._escaped = "", 0, False, False
+        self._object, self._depth, self._at = "", 0, 0  # read up to `_at`, at this depth of brackets
         self._number: int | None = None  # of the call, once its name went out
         self._name = ""
         self._first = self._sent = 0  # where in the object the arguments begin, and go on that did not go out
@@ -109,27 +111,24 @@ class Calls:
 
     def _read(self) -> bool:
         """Read on to the end of the object, and hand out its arguments as far as they go."""
-        at, self._object, self._rest = len(self._object), self._object + self._rest, ""
-        while at < len(self._object):
-            character, at = self._object[at], at + 1
-            if self._quoted:
-                self._quoted = self._escaped or character != '"'
-                self._escaped = not self._escaped and character == "\\"
-            elif character == '"':
-                self._quoted = True
-            elif character in "{[":
-                if self._depth == 1 and self._number is None and (head := _HEAD.fullmatch(self._object, 0, at)):
+        self._object, self._rest = self._object + self._rest, ""
+        for part in _PARTS.finditer(self._object, self._at):
+            if part[1] is not None and not part[2]:
+                break  # a string that goes on
+            self._at = part.end()
+            if part[0] in "{[":
+                if self._depth == 1 and self._number is None and (head := _HEAD.fullmatch(self._object, 0, self._at)):
                     if head[1] in self.names:
-                        self._begin(head[1], at - 1)
+                        self._begin(head[1], self._at - 1)
                 self._depth += 1
                 if self._depth > MAX_DEPTH:
                     return self._malformed()
-            elif character in "]}":
+            elif part[0] in "]}":
                 self._depth -= 1
                 if self._depth == 1 and self._number is not None and self._stop is None:
-                    self._stop = at
+                    self._stop = self._at
                 if self._depth == 0:
-                    self._object, self._rest = self._object[:at], self._object[at:]
+                    self._object, self._rest = self._object[: self._at], self._object[self._at :]
                     return self._end()
         self._send()
         return False

@@ -214,7 +214,7 @@ class Message:
 
     def _take(self, piece: Piece) -> None:
         """Add a piece of text or of a call; of a call that breaks off, what was told of cannot be taken back."""
-        if piece.call is None:
+        if not piece.call:
             self._grow("text", piece.text)
         elif piece.name is not None:
             self._begin("call", piece.name)

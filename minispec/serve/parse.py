@@ -11,6 +11,7 @@ back; `request.py` for the sampling parameters.
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import functools
 import json
@@ -22,6 +23,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
+
+from pydantic_core import from_json
 
 from minispec.asked.calls import call_or_form, constraint
 from minispec.load.chat_templates import WITH_TOOLS
@@ -74,11 +77,9 @@ _TEMPLATE_NAMES = frozenset(
 def parse_json(body: bytes) -> dict[str, Any]:
     """Parse a request body strictly; RequestError 400 for anything but an object of finite, encodable values."""
     try:
-        value = json.loads(body.decode("utf-8-sig"), parse_constant=_refuse, parse_float=_finite, parse_int=_bounded)
+        value = from_json(body.removeprefix(codecs.BOM_UTF8), allow_inf_nan=False)
         _check_values(value, 0)
-    except RecursionError:
-        raise RequestError(f"the body nests deeper than {MAX_DEPTH} levels") from None
-    except ValueError as error:  # JSONDecodeError and UnicodeError are ValueErrors
+    except ValueError as error:
         raise RequestError(f"the body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise RequestError(f"the body must be a JSON object, got {short(value)}")
@@ -93,36 +94,17 @@ def read_object(text: str, demand: str, param: str) -> dict[str, Any]:
         raise RequestError(f"{demand} the text of a JSON object: {error.message}", param) from None
 
 
-def _refuse(literal: str) -> float:
-    raise ValueError(f"{literal} is no JSON number")  # NaN and the infinities, which `json.loads` takes otherwise
-
-
-def _finite(literal: str) -> float:
-    if not math.isfinite(value := float(literal)):
-        raise ValueError(f"the number {literal[:40]} is too large")
-    return value
-
-
-def _bounded(literal: str) -> int:
-    if len(literal) > 20 or not -(2**63) <= (value := int(literal)) < 2**64:
-        raise ValueError(f"the integer {literal[:40]} does not fit 64 bits")
-    return value
-
-
 def _check_values(value: Any, depth: int) -> None:
-    """Raise for nesting beyond MAX_DEPTH and for strings that are not Unicode text (lone surrogates)."""
+    """Raise ValueError for nesting beyond MAX_DEPTH, and for numbers of more than 64 bits."""
     if depth > MAX_DEPTH:
-        raise RecursionError
-    if isinstance(value, str):
-        value.encode("utf-8")
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            key.encode("utf-8")
+        raise ValueError(f"it nests deeper than {MAX_DEPTH} levels")
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
             _check_values(item, depth + 1)
-    elif isinstance(value, list):
-        for item in value:
-            if not isinstance(item, int):
-                _check_values(item, depth + 1)
+    elif isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise ValueError(f"the integer {short(value)} does not fit 64 bits")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("a number is too large")
 
 
 def dump(value: Any) -> bytes:

@@ -13,7 +13,7 @@ from test_tools import CALLS, PARIS, WEATHER, cuts
 from minispec.load.reply_formats import THOUGHTS
 from minispec.load.tokenizer import byte_tokenizer
 from minispec.request import Finish, Request, RequestError, TooLong, Update
-from minispec.serve import parse
+from minispec.serve import fields, parse
 from minispec.serve.message import Formats
 from minispec.serve.messages import MessageReply, error_of, parse_message
 from minispec.serve.reply import Served, sse
@@ -88,6 +88,12 @@ def test_fields_of_a_message_are_those_of_a_chat_under_their_names() -> None:
     ):  # fmt: skip
         error = refused(job, **wrong)
         assert error.param == param and says in error.message, error.message
+
+
+def test_every_field_that_anthropic_s_client_knows_is_known() -> None:
+    for theirs in (anthropic.types.message_create_params, anthropic.types.beta.message_create_params):
+        names = set(theirs.MessageCreateParamsBase.__annotations__)
+        assert len(names) > 15 and not names - set(fields.Messages.model_fields)
 
 
 # ---- answers ---------------------------------------------------------------------------------------------------------

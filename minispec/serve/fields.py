@@ -216,12 +216,14 @@ IDLE: dict[str, tuple[Any, ...]] = {
 
 IGNORED = {  # why no answer depends on it -> fields
     "it is a hint of which no model here knows": "verbosity",
-    "the client has the whole conversation, and cuts it itself": "context_management",
+    "the client has the whole conversation, and cuts it itself": "context_management compaction",
+    "it concerns Anthropic's own service": """inference_geo user_profile_id workspace_id diagnostics betas fallbacks
+        fallback_credit_token billing_policy thread""",
     "it is for the caller's own books": "user metadata safety_identifier custom_labels conversation_id routing_key",
     "who may ask is a matter of keys": "access_programs",
     "it bounds tools that the server would run, and there are none": "max_tool_calls",
     "of /generate and responses the last event always has the usage": "stream_options",
-    "the prefix cache works by itself": "prompt_cache_key prompt_cache_options prompt_cache_retention",
+    "the prefix cache works by itself": "cache_control prompt_cache_key prompt_cache_options prompt_cache_retention",
     "text is never logged": "no_logs log_metrics",
     "only a chat may have its reasoning in another way": "separate_reasoning stream_reasoning include_reasoning",
     "only chats and responses have tool calls": "parallel_tool_calls",

@@ -142,11 +142,9 @@ class MessageReply(EventReply):
     def told(self, change: Change) -> list[dict[str, Any]]:
         """Return the events about a change of a block."""
         block, place = change.block, {"index": change.block.number}
-        empty, kind, field = KINDS[block.kind]
+        _, kind, field = KINDS[block.kind]
         if change.what == "begin":
-            if block.kind == "call":
-                empty = {**empty, "id": f"toolu_{block.id[:24]}", "name": block.name, "input": {}}
-            return [{"type": "content_block_start", **place, "content_block": empty}]
+            return [{"type": "content_block_start", **place, "content_block": _block(block, begun=True)}]
         deltas = [{"type": kind, field: change.text}] if change.what == "grow" else []
         if change.what == "end" and block.kind == "reasoning":
             deltas = [{"type": "signature_delta", "signature": block.id}]
@@ -160,10 +158,11 @@ class MessageReply(EventReply):
                 "stop_reason": reason, "stop_sequence": matched, "usage": self.usage()}  # fmt: skip
 
 
-def _block(block: Block) -> dict[str, Any]:
-    """Return a block as the whole answer has it; the arguments of a call that was cut as far as they came."""
+def _block(block: Block, begun: bool = False) -> dict[str, Any]:
+    """Return a block of the answer; one that has just begun has no text. A call that was cut has what came of it."""
     empty, _, field = KINDS[block.kind]
     if block.kind == "call":
-        return {**empty, "id": f"toolu_{block.id[:24]}", "name": block.name, "input": read_arguments(block.text)}
+        given = {} if begun else read_arguments(block.text)
+        return {**empty, "id": f"toolu_{block.id[:24]}", "name": block.name, "input": given}
     signed = {"signature": block.id} if block.kind == "reasoning" else {}
-    return {**empty, field: block.text, **signed}
+    return empty if begun else {**empty, field: block.text, **signed}

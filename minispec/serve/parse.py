@@ -402,7 +402,8 @@ def _wishes(asked: Any, where: str | None = None) -> Iterator[Form]:
     space = asked.guided_whitespace_pattern if isinstance(asked, fields.OpenAI) else None
     if isinstance(asked, fields.StructuredOutputs):
         space = "" if asked.disable_any_whitespace else asked.whitespace_pattern
-    for name in fields.acting(type(asked)):
+    body: Any = type(asked)
+    for name in fields.acting(body):
         kind = KINDS.get(name.removeprefix("guided_"))
         value = None if kind is None else getattr(asked, name if name != "json" else "json_")
         if kind is None or value in (None, "", [], False):

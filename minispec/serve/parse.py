@@ -157,6 +157,8 @@ class Conversation:
     forms: Sequence[Form] = ()  # what the answer's text must be, beside the fields of `Constrained`
     variables: Mapping[str, Any] = field(default_factory=dict)  # for the chat template
     continued: bool = False  # whether the answer continues the last message
+    generates: bool = True  # whether the template begins a new message, unless the last is continued
+    thoughts: Mapping[str, bool] = field(default_factory=dict)  # what `Wish` says of reasoning, where not as usual
 
     def wish(self) -> Wish:
         """Return what the answer may call; RequestError 400 where tools and choice do not fit together."""
@@ -172,7 +174,7 @@ class Conversation:
         if must and not shown:
             raise RequestError(f"tool_choice must be none or auto where there are no tools, got {mode!r}",
                                "tool_choice")  # fmt: skip
-        return Wish(tuple(tool.shown for tool in shown), must, only, self.parallel)
+        return Wish(tuple(tool.shown for tool in shown), must, only, self.parallel, **self.thoughts)
 
 
 @dataclass(frozen=True)
@@ -220,30 +222,28 @@ def parse_chat(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Job:
         pick = Pick(choice)
     else:
         pick = Pick(choice.allowed_tools.mode, allowed=[tool.function.name for tool in choice.allowed_tools.tools])
-    told = Conversation(
-        "chat", _messages(asked.messages), "messages",
-        [Tool(f.name, f.description, f.parameters) for f in (tool.function for tool in asked.tools or [])], pick,
-        asked.parallel_tool_calls is not False, _response_format(asked),
-        variables(asked, effort=asked.reasoning_effort, thinks=asked.enable_thinking), continued)  # fmt: skip
-    if continued and told.messages[-1]["role"] != "assistant":
+    messages = _messages(asked.messages)
+    if continued and messages[-1]["role"] != "assistant":
         raise RequestError("continue_final_message needs a last message of role assistant", "continue_final_message")
     top = (asked.top_logprobs or 0) if asked.logprobs is True else None
     if top is None and asked.top_logprobs:
         raise RequestError(f"top_logprobs must be left out unless logprobs is true, got {asked.top_logprobs}",
                            "top_logprobs")  # fmt: skip
-    job = job_of(told, asked, {**defaults, "logprobs": None if top is None else Logprobs(top=top)})
-    generation = {"add_generation_prompt": asked.add_generation_prompt is not False and not continued}
-    wish = replace(
-        job.wish, separate=job.wish.separate and asked.separate_reasoning is not False,
-        stream_reasoning=asked.stream_reasoning is not False, include_reasoning=asked.include_reasoning is not False,
-    )  # fmt: skip
-    report = Report(top, as_ids=asked.return_tokens_as_token_ids is True)
-    return replace(job, chat=job.chat | generation, wish=wish, report=report,
-                   prediction=text_of(asked.prediction.content) if asked.prediction else None)  # fmt: skip
+    told = Conversation(
+        "chat", messages, "messages",
+        [Tool(f.name, f.description, f.parameters) for f in (tool.function for tool in asked.tools or [])], pick,
+        asked.parallel_tool_calls is not False, _response_format(asked),
+        variables(asked, effort=asked.reasoning_effort, thinks=asked.enable_thinking), continued,
+        asked.add_generation_prompt is not False,
+        {"separate": asked.separate_reasoning is not False, "stream_reasoning": asked.stream_reasoning is not False,
+         "include_reasoning": asked.include_reasoning is not False})  # fmt: skip
+    return job_of(told, asked, {**defaults, "logprobs": None if top is None else Logprobs(top=top)},
+                  report=Report(top, as_ids=asked.return_tokens_as_token_ids is True),
+                  prediction=text_of(asked.prediction.content) if asked.prediction else None)  # fmt: skip
 
 
-def job_of(told: Conversation, asked: Any, defaults: Mapping[str, Any]) -> Job:
-    """Return the job of a conversation; `asked`: the body as read, with its sampling fields.
+def job_of(told: Conversation, asked: Any, defaults: Mapping[str, Any], **own: Any) -> Job:
+    """Return the job of a conversation; `asked`: the body as read, with its sampling fields. own: fields of `Job`.
 
     A format is that of the text, so it is dropped where the answer must be a call; what constrains the whole answer may
     not be given there.
@@ -252,10 +252,10 @@ def job_of(told: Conversation, asked: Any, defaults: Mapping[str, Any]) -> Job:
     if wish.must and form is not None and form.origin not in {origin for origin, _, _ in told.forms}:
         raise RequestError(f"{form.origin} may not be given where tool_choice asks for a call", form.origin)
     values = {"max_new_tokens": None, **defaults, "grammar": None if wish.must else form}
-    chat = {"add_generation_prompt": not told.continued, "continue_final_message": told.continued,
+    chat = {"add_generation_prompt": told.generates and not told.continued, "continue_final_message": told.continued,
             "template_kwargs": {**told.variables, **({"tools": list(wish.tools)} if wish.tools else {})}}  # fmt: skip
     return _job(told.dialect, asked, [told.messages], [_sampled(asked, values, told.where)], chat=chat, wish=wish,
-                tools={joined(tool): tool for tool in told.tools})  # fmt: skip
+                tools={joined(tool): tool for tool in told.tools}, **own)  # fmt: skip
 
 
 def parse_completion(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Job:

@@ -36,8 +36,8 @@ from aiohttp import web
 from minispec.config import Config
 from minispec.load.flags import config_from_args
 from minispec.load.machine import own_compile_cache
-from minispec.load.reply_formats import CALLS, THOUGHTS, calls_of
 from minispec.replicas.workers import Replicas
+from minispec.replies.formats import CALLS, THOUGHTS, Formats, calls_of
 from minispec.request import Request, RequestError, Update, one_line, short
 from minispec.serve import answers, fields, openapi, page, parse, prometheus
 from minispec.serve.answers import json_answer
@@ -45,7 +45,6 @@ from minispec.serve.auth import Auth
 from minispec.serve.bodies import HEAD_TIMEOUT, MAX_BODY, Bodies
 from minispec.serve.front import Front
 from minispec.serve.info import fingerprint, version
-from minispec.serve.message import Formats
 from minispec.serve.messages import MessageReply, parse_message
 from minispec.serve.reply import Reply, Served
 from minispec.serve.responses import ResponseReply, parse_response

@@ -25,12 +25,11 @@ from minispec.dflash import DFlashConfig, DFlashDrafter, DFlashHead
 from minispec.drafter import Plain
 from minispec.eagle import DraftHead, Eagle3Head, EagleHead, HeadConfig
 from minispec.llm import LLM
-from minispec.load.reply_formats import THOUGHTS
 from minispec.model import Model
 from minispec.mtp import MtpHead
 from minispec.ngram import NgramDrafter, NgramOptions
+from minispec.replies.formats import THOUGHTS, Formats
 from minispec.serve import parse
-from minispec.serve.message import Formats
 from minispec.serve.reply import Reply, Served
 from minispec.standalone import DraftModel, StandaloneDrafter
 

@@ -10,11 +10,10 @@ from test_schema import refused
 from test_server import Running
 from test_tools import CALLS, PARIS, WEATHER, cuts
 
-from minispec.load.reply_formats import THOUGHTS
 from minispec.load.tokenizer import byte_tokenizer
+from minispec.replies.formats import THOUGHTS, Formats
 from minispec.request import Finish, Request, RequestError, TooLong, Update
 from minispec.serve import fields, parse
-from minispec.serve.message import Formats
 from minispec.serve.messages import MessageReply, error_of, parse_message
 from minispec.serve.reply import Served, sse
 

@@ -23,11 +23,10 @@ from test_tools import CLOCK, PARIS, REPLIES, WEATHER, cuts, prompt_of, template
 
 from minispec.config import Config
 from minispec.load.chat_templates import NAMED
-from minispec.load.reply_formats import CALLS, THOUGHTS
 from minispec.load.tokenizer import byte_tokenizer
+from minispec.replies.formats import CALLS, THOUGHTS, Formats
 from minispec.request import ABORT_WANTED, Finish, Request, RequestError, Update
 from minispec.serve import fields, parse
-from minispec.serve.message import Formats
 from minispec.serve.reply import Served, sse
 from minispec.serve.responses import ResponseReply, parse_response
 from minispec.server import _prepare

@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 from test_schema import chat, refused
 
-from minispec.asked.calls import call_or_form, constraint
 from minispec.load.chat_templates import NAMED, WITH_TOOLS
-from minispec.load.reply_formats import CALLS, THOUGHTS, calls_of
 from minispec.load.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from minispec.output import Output, overlap
+from minispec.replies.constraint import call_or_form, constraint
+from minispec.replies.formats import CALLS, THOUGHTS, Formats, calls_of
+from minispec.replies.thoughts import Thoughts
 from minispec.request import Finish, Grammar, Request, RequestError, SamplingParams, Update
 from minispec.serve import parse
-from minispec.serve.message import Formats, Message, Thoughts, Wish
+from minispec.serve.message import Message, Wish
 from minispec.serve.reply import Reply, Served
 
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "of a place", "parameters": {

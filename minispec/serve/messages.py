@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
+from minispec.replies.calls import read_arguments
 from minispec.request import Finish, RequestError, TooLong
 from minispec.serve import fields, parse
 from minispec.serve.message import Block, Change
 from minispec.serve.reply import EventReply
-from minispec.serve.tools import read_arguments
 
 _ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
            429: "rate_limit_error", 503: "overloaded_error"}  # fmt: skip

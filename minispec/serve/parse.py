@@ -26,8 +26,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
 from pydantic_core import from_json
 
-from minispec.asked.calls import call_or_form, constraint
 from minispec.load.chat_templates import WITH_TOOLS
+from minispec.replies.calls import MAX_DEPTH
+from minispec.replies.constraint import call_or_form, constraint
+from minispec.replies.formats import PLAIN_FORMATS, Formats
 from minispec.request import (
     Grammar,
     Logprobs,
@@ -43,8 +45,7 @@ from minispec.request import (
 from minispec.serve import fields
 from minispec.serve.fields import read
 from minispec.serve.logprobs import Report
-from minispec.serve.message import PLAIN_FORMATS, Formats, Message, Wish
-from minispec.serve.tools import MAX_DEPTH
+from minispec.serve.message import Message, Wish
 
 if TYPE_CHECKING:
     from minispec.load.tokenizer import Tokenizer

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from minispec.asked.answers import Telling, meta_info, spec_tokens_details
+from minispec.replies.formats import PLAIN_FORMATS, Formats
 from minispec.request import ABORT_WANTED, Finish, Request, RequestError, Update
 from minispec.serve import logprobs
-from minispec.serve.message import PLAIN_FORMATS, Change, Formats, Message
+from minispec.serve.message import Change, Message
 from minispec.serve.parse import Job, dump
 
 if TYPE_CHECKING:

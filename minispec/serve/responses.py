@@ -15,11 +15,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from minispec.replies.calls import read_arguments
 from minispec.request import RequestError
 from minispec.serve import fields, parse
 from minispec.serve.message import Block, Change
 from minispec.serve.reply import EventReply, error_body
-from minispec.serve.tools import read_arguments
 
 _OF_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 

@@ -3,7 +3,7 @@
 How a model writes a call its `CallFormat` says. A call is constrained to the model's own way of writing it, name by
 name, and its arguments to the tool's JSON schema.
 
-Read next: `grammar.py`, which compiles this; `serve/tools.py`, which finds the calls in a reply.
+Read next: `asked/grammar.py`, which compiles this; `calls.py`, which finds the calls in a reply.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from minispec.load.reply_formats import CallFormat
+from minispec.replies.formats import CallFormat
 from minispec.request import Grammar
 
 _NONE = {"additionalProperties": False}  # the parameters of a function that takes none

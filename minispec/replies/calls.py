@@ -1,6 +1,6 @@
 """Calls of tools in a reply, found while it grows.
 
-A call is a JSON object with a name and arguments, between tags or alone (`load/reply_formats.py`). `Calls` reads a
+A call is a JSON object with a name and arguments, between tags or alone (`formats.py`). `Calls` reads a
 reply piece by piece, cut anywhere. Once a call has shown its name, which must be that of a tool offered, and has begun
 its arguments, both go out as they come. The call counts when its object is complete and is JSON; one that is malformed
 stays text. What went out of a call that breaks off afterwards cannot be taken back.
@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, cast
 
 from pydantic_core import from_json
 
-from minispec.load.reply_formats import CallFormat
 from minispec.output import overlap
+from minispec.replies.formats import CallFormat
 
 MAX_DEPTH = 64  # of nested JSON, in bodies too; a deeper call is malformed
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*\{')

@@ -72,7 +72,7 @@ class Server:
 
     def __init__(self, config: Config, build: Build = build_llm) -> None:
         self.config, self.build = config, build
-        self.auth, self.origins, self.seen = Auth(config), answers.Origins(config.origins), prometheus.Seen()
+        self.auth, self.seen = Auth(config), prometheus.Seen()
         self._names = [name for name in (config.served_name, config.model_path) if name]
         self.created = int(time.time())
         self.port = config.port
@@ -136,9 +136,9 @@ class Server:
 
     def application(self) -> web.Application:
         """Return the application with its routes and middlewares."""
-        steps: list[Any] = [delivering, self._counted_answer, answers.errors, self.origins.ask, self.auth.guard]
+        steps: list[Any] = [delivering, self._counted_answer, answers.errors, self.auth.ask, self.auth.guard]
         app = web.Application(middlewares=steps, client_max_size=MAX_BODY)
-        app.on_response_prepare.extend((answers.set_request_id, self.origins.allow))
+        app.on_response_prepare.extend((answers.set_request_id, self.auth.allow))
         for route in ROUTES:
             add = getattr(app.router, f"add_{route.method}")  # `add_get` answers HEAD as well
             add(route.path.replace("}", f":{route.pattern}}}"), getattr(self, route.handler))
@@ -447,7 +447,9 @@ class Server:
         """Text to token ids."""
         front, asked = self._open(), await self._body(http, fields.Tokenize)
         self._check_model(asked.model)
-        messages = parse.conversation(asked)
+        if (asked.messages is None) == (asked.prompt is None):
+            raise RequestError("exactly one of prompt and messages must be given", "prompt")
+        messages = parse.messages_of(asked.messages or ())
         batched = isinstance(asked.prompt, list)
         texts: Any = asked.prompt if batched else [messages or asked.prompt]
         context, tokenizer = front.facts.limits.context_length, front.tokenizer
@@ -477,9 +479,11 @@ class Server:
         tokens: Any = asked.tokens
         batched = bool(tokens) and isinstance(tokens[0], list)
         rows, skip = tokens if batched else [tokens], asked.skip_special_tokens is not False
+        size = front.facts.limits.vocab_size
 
         def work() -> dict[str, Any]:
-            parse.check_ids(rows, front.facts.limits.vocab_size)
+            for wrong in (token for row in rows for token in row if not 0 <= token < size):
+                raise RequestError(f"tokens must be ids in [0, {size - 1}], got {wrong}", "tokens")
             texts = [front.tokenizer.decode(row, skip_special_tokens=skip) for row in rows]
             return {"text": texts if batched else texts[0]}
 

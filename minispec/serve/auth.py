@@ -1,4 +1,4 @@
-"""Who may do what: two keys, TLS, which paths are open, and which web pages may ask.
+"""Who may do what: two keys, TLS, which paths are open, and which web pages may ask and read.
 
 Without keys everything is open to programs. With --api-key every path needs it, but those that `routes.py` says need
 none, decided on the matched route and not on the path, which can be spelled in many ways. With --admin-api-key what
@@ -66,6 +66,26 @@ class Auth:
         if not known:
             self._check_page(http, path)
         return await handler(http)
+
+    @web.middleware
+    async def ask(self, http: web.Request, handler: Any) -> web.StreamResponse:
+        """Answer a browser that asks before it sends what a page wants; it asks without a key."""
+        if http.method != "OPTIONS" or "Access-Control-Request-Method" not in http.headers or not self.origins:
+            return await handler(http)
+        headers = http.headers.get("Access-Control-Request-Headers", "")
+        return web.Response(status=204, headers={
+            "Access-Control-Allow-Methods": "GET, POST, PUT", "Access-Control-Allow-Headers": headers,
+            "Access-Control-Max-Age": "600",
+        })  # fmt: skip
+
+    async def allow(self, http: web.Request, response: web.StreamResponse) -> None:
+        """Let pages of the origins in --cors-origins read the response; browsers keep it from all others."""
+        origin, allowed = http.headers.get("Origin"), self.origins
+        if "*" in allowed or origin in allowed:
+            response.headers["Access-Control-Allow-Origin"] = "*" if "*" in allowed else str(origin)
+            response.headers["Access-Control-Expose-Headers"] = "x-request-id, Retry-After"
+        if allowed:
+            response.headers["Vary"] = "Origin"
 
     def _check_page(self, http: web.Request, path: str) -> None:
         """Raise RequestError 403 for what a browser sends for another site's page; no other client sends its headers.

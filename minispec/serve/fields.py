@@ -415,13 +415,7 @@ Choice = told_apart(
         "Allowed", type=Literal["allowed_tools"], allowed_tools=shape(
             "AllowedTools", mode=Literal["auto", "required"], tools=OfTools[Named]))))  # fmt: skip
 Thinking = shape("Thinking", type=Literal["enabled", "disabled", "adaptive"], budget_tokens=Integer)
-
-
-class Prediction(Fields):
-    """What the answer is expected to be like."""
-
-    type: Literal["content"]
-    content: Content
+Prediction = shape("Prediction", type=Literal["content"], content=Content)
 
 
 class Message(Fields):

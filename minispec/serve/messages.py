@@ -40,23 +40,13 @@ def parse_message(body: Mapping[str, Any], defaults: Mapping[str, Any], counted:
     if asked.system:
         messages.insert(0, parse.turn("system", asked.system))
     return parse.job_of(parse.Conversation(
-        "message", messages, "messages", _tools(asked), parse.Pick(choice and choice.type, choice and choice.name),
+        "message", messages, "messages", parse.tools_of(asked.tools or ()),
+        parse.Pick(choice and choice.type, choice and choice.name),
         not (choice and choice.disable_parallel_tool_use),
         [form for where, given in forms for form in parse.schema_form(f"{where}.schema", given.type, given.schema_)],
         parse.variables(asked, effort=config and config.effort),
         continued=messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1],
     ), asked, defaults)  # fmt: skip
-
-
-def _tools(asked: Any) -> list[parse.Tool]:
-    """Return the tools that the client runs; of the others, which have no schema, the log has a line."""
-    tools = []
-    for tool in asked.tools or []:
-        if isinstance(tool, fields.ClientTool):
-            tools.append(parse.Tool(tool.name, tool.description, tool.input_schema))
-        else:
-            parse.leave_out(tool.type)
-    return tools
 
 
 def _turns(turn: Any, where: str) -> list[dict[str, Any]]:

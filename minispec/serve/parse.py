@@ -57,6 +57,7 @@ Dialect = Literal["chat", "response", "message", "completion", "generate"]
 PREFIXES = {"chat": "chatcmpl-", "response": "resp_", "message": "msg_", "completion": "cmpl-"}  # of ids
 HIDES, DEMANDS = {"none"}, {"required", "any"}  # choices of tools, as the dialects call them
 Prompt = str | list[int] | list[dict]  # text, token ids, or chat messages
+OF_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 T = TypeVar("T")
 Form = tuple[str, str, Any]  # a field that constrains, the kind of grammar, and its rule
 KINDS = {"json_schema": "json_schema", "json": "json_schema", "json_object": "json_schema", "regex": "regex",
@@ -85,14 +86,6 @@ def parse_json(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RequestError(f"the body must be a JSON object, got {short(value)}")
     return value
-
-
-def read_object(text: str, demand: str, param: str) -> dict[str, Any]:
-    """Return the object whose JSON is `text`, a part of the field `param`; an error begins with `demand`."""
-    try:
-        return parse_json(text.encode("utf-8"))
-    except RequestError as error:
-        raise RequestError(f"{demand} the text of a JSON object: {error.message}", param) from None
 
 
 def _check_values(value: Any, depth: int) -> None:
@@ -134,7 +127,24 @@ class Tool(NamedTuple):
 
 def joined(tool: Any) -> str:
     """Return the model's name for a tool, or for the tool that a call or a choice names."""
+    tool = getattr(tool, "function", tool)
     return f"{tool.namespace}__{tool.name}" if getattr(tool, "namespace", None) else str(tool.name)
+
+
+def tools_of(offered: Iterable[Any], namespace: str | None = None) -> list[Tool]:
+    """Return the tools that the client runs; of the others the log has a line."""
+    tools: list[Tool] = []
+    for tool in offered:
+        if isinstance(tool, fields.Namespace):
+            tools += tools_of(tool.tools, tool.name)
+        elif isinstance(tool, fields.Unserved):
+            leave_out(tool.type)
+        elif free := isinstance(tool, fields.CustomTool):
+            tools.append(Tool(tool.name, tool.description, OF_TEXT, namespace, free))
+        else:
+            schema = tool.input_schema if isinstance(tool, fields.ClientTool) else tool.parameters
+            tools.append(Tool(tool.name, tool.description, schema, namespace))
+    return tools
 
 
 class Pick(NamedTuple):
@@ -143,6 +153,16 @@ class Pick(NamedTuple):
     mode: str | None = None  # the client's word; "required" and "any" demand a call, "none" forbids it
     only: str | None = None  # the one tool that must be called
     allowed: Sequence[str] | None = None  # the others are hidden; None: none is
+
+
+def pick_of(choice: Any) -> Pick:
+    """Return a choice of tools; of those that are allowed, the ones that are not served do not count."""
+    if choice is None or isinstance(choice, str):
+        return Pick(choice)
+    if isinstance(choice, fields.Named | fields.NamedTool):
+        return Pick(only=joined(choice))
+    allowed = getattr(choice, "allowed_tools", choice)
+    return Pick(allowed.mode, allowed=[joined(tool) for tool in allowed.tools if not isinstance(tool, fields.Unserved)])
 
 
 @dataclass(frozen=True)
@@ -216,14 +236,8 @@ class Job:
 def parse_chat(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Job:
     """Return the job of a /v1/chat/completions body; `defaults` are the sampling values of the model, if used."""
     asked: Any = read(fields.Chat, body)
-    continued, choice = asked.continue_final_message is True, asked.tool_choice
-    if isinstance(choice, fields.Named):
-        pick = Pick(only=choice.function.name)
-    elif choice is None or isinstance(choice, str):
-        pick = Pick(choice)
-    else:
-        pick = Pick(choice.allowed_tools.mode, allowed=[tool.function.name for tool in choice.allowed_tools.tools])
-    messages = _messages(asked.messages)
+    continued = asked.continue_final_message is True
+    messages = messages_of(asked.messages)
     if continued and messages[-1]["role"] != "assistant":
         raise RequestError("continue_final_message needs a last message of role assistant", "continue_final_message")
     top = (asked.top_logprobs or 0) if asked.logprobs is True else None
@@ -232,7 +246,7 @@ def parse_chat(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Job:
                            "top_logprobs")  # fmt: skip
     told = Conversation(
         "chat", messages, "messages",
-        [Tool(f.name, f.description, f.parameters) for f in (tool.function for tool in asked.tools or [])], pick,
+        tools_of(tool.function for tool in asked.tools or []), pick_of(asked.tool_choice),
         asked.parallel_tool_calls is not False, _response_format(asked),
         variables(asked, effort=asked.reasoning_effort, thinks=asked.enable_thinking), continued,
         asked.add_generation_prompt is not False,
@@ -421,7 +435,11 @@ def _spaced(schema: Any, pattern: str | None, field_name: str) -> Any:
     if pattern is None:
         return schema
     if isinstance(schema, str):
-        schema = read_object(schema, f"{field_name} must have", field_name)
+        try:
+            schema = parse_json(schema.encode("utf-8"))
+        except RequestError as error:
+            raise RequestError(f"{field_name} must have the text of a JSON object: {error.message}",
+                               field_name) from None  # fmt: skip
     return {"x-guidance": {"whitespace_pattern": pattern}, **schema}
 
 
@@ -465,25 +483,16 @@ def _native_wishes(asked: fields.Generate, prompts: int) -> list[Logprobs | None
         each[name] = given if listed else [given] * prompts
         if len(each[name]) != prompts:
             raise RequestError(f"{name} has {len(each[name])} entries for {prompts} prompts", name)
-    wishes: list[Logprobs | None] = []
-    for wanted, start, top, ids in zip(*each.values(), strict=True):
-        first = None if start in (None, -1) else start
-        wish = _logprobs("top_logprobs_num", top=top or 0, ids=tuple(ids or ()), start=first)
-        wishes.append(wish if wanted else None)
-    return wishes
+    wishes = [_logprobs("top_logprobs_num", top=top or 0, ids=tuple(ids or ()), start=None if start == -1 else start)
+              for _, start, top, ids in zip(*each.values(), strict=True)]  # fmt: skip
+    return [wish if wanted else None for wanted, wish in zip(each["return_logprob"], wishes, strict=True)]
 
 
 # ---- chats -----------------------------------------------------------------------------------------------------------
 
 
-def conversation(asked: fields.Tokenize) -> list[dict[str, Any]] | None:
-    """Return the messages of a /tokenize body, None where it has a prompt; RequestError where it is not one of both."""
-    if (asked.messages is None) == (asked.prompt is None):
-        raise RequestError("exactly one of prompt and messages must be given", "prompt")
-    return None if asked.messages is None else _messages(asked.messages)
-
-
-def _messages(given: Sequence[fields.Message]) -> list[dict[str, Any]]:
+def messages_of(given: Sequence[fields.Message]) -> list[dict[str, Any]]:
+    """Return a chat's messages as chat templates know them."""
     return [_message(message, f"messages[{i}]") for i, message in enumerate(given)]
 
 
@@ -675,10 +684,3 @@ def check_size(prompt: Prompt, context_length: int, param: str | None = None) ->
         raise TooLong(f"the {param or 'prompt'} has {size} bytes; at most {limit} are looked at with the model's "
                       f"context length ({context_length} tokens)", size // BYTES_PER_TOKEN, context_length,
                       param)  # fmt: skip
-
-
-def check_ids(rows: Iterable[Sequence[int]], vocab_size: int) -> None:
-    """Raise RequestError 400 where the `tokens` of a /detokenize body are not in the vocabulary."""
-    for token in (token for row in rows for token in row):
-        if not 0 <= token < vocab_size:
-            raise RequestError(f"tokens must be ids in [0, {vocab_size - 1}], got {token}", "tokens")

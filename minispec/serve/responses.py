@@ -11,7 +11,7 @@ Read next: `message.py`, which takes the text apart; `reply.py` for what all ans
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,8 +20,6 @@ from minispec.request import RequestError
 from minispec.serve import fields, parse
 from minispec.serve.message import Block, Change
 from minispec.serve.reply import EventReply, error_body
-
-_OF_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
 def parse_response(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> parse.Job:
@@ -34,7 +32,7 @@ def parse_response(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> pars
     if asked.truncation == "auto":
         parse.leave_out("truncation auto: nothing is cut")
     job = parse.job_of(parse.Conversation(
-        "response", _messages(asked), "input", _tools(offered), _pick(asked.tool_choice),
+        "response", _messages(asked), "input", parse.tools_of(offered), parse.pick_of(asked.tool_choice),
         asked.parallel_tool_calls is not False,
         parse.schema_form("text.format.schema", form.type, form.schema_) if form else (),
         parse.variables(asked, effort=effort)), asked, defaults)  # fmt: skip
@@ -90,31 +88,6 @@ def _turn(item: Any, thought: str) -> dict[str, Any]:
         return parse.turn(item.role, item.content, [thought] if item.role == "assistant" else ())
     arguments = {"input": item.input} if isinstance(item, fields.CustomCallItem) else item.arguments
     return parse.turn("assistant", "", [thought], [parse.made_call(item.call_id, parse.joined(item), arguments)])
-
-
-def _tools(offered: Iterable[Any], namespace: str | None = None) -> list[parse.Tool]:
-    """Return the tools that the client runs; of the others the log has a line."""
-    tools: list[parse.Tool] = []
-    for tool in offered:
-        if isinstance(tool, fields.Namespace):
-            tools += _tools(tool.tools, tool.name)
-        elif isinstance(tool, fields.CustomTool):
-            tools.append(parse.Tool(tool.name, tool.description, _OF_TEXT, namespace, free=True))
-        elif isinstance(tool, fields.FunctionTool):
-            tools.append(parse.Tool(tool.name, tool.description, tool.parameters, namespace))
-        else:
-            parse.leave_out(tool.type)
-    return tools
-
-
-def _pick(choice: Any) -> parse.Pick:
-    """Return the choice of tools; of those that are allowed, the ones that are not served do not count."""
-    if choice is None or isinstance(choice, str):
-        return parse.Pick(choice)
-    if isinstance(choice, fields.NamedTool):
-        return parse.Pick(only=parse.joined(choice))
-    served = [tool for tool in choice.tools if isinstance(tool, fields.NamedTool)]
-    return parse.Pick(choice.mode, allowed=list(map(parse.joined, served)))
 
 
 # ---- the answer ------------------------------------------------------------------------------------------------------

@@ -136,9 +136,9 @@ class Server:
 
     def application(self) -> web.Application:
         """Return the application with its routes and middlewares."""
-        steps: list[Any] = [delivering, self._counted_answer, answers.errors, self.auth.ask, self.auth.guard]
+        steps: list[Any] = [delivering, self._counted_answer, answers.errors, self.auth.preflight, self.auth.guard]
         app = web.Application(middlewares=steps, client_max_size=MAX_BODY)
-        app.on_response_prepare.extend((answers.set_request_id, self.auth.allow))
+        app.on_response_prepare.extend((answers.set_request_id, self.auth.let_read))
         for route in ROUTES:
             add = getattr(app.router, f"add_{route.method}")  # `add_get` answers HEAD as well
             add(route.path.replace("}", f":{route.pattern}}}"), getattr(self, route.handler))

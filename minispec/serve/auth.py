@@ -68,7 +68,7 @@ class Auth:
         return await handler(http)
 
     @web.middleware
-    async def ask(self, http: web.Request, handler: Any) -> web.StreamResponse:
+    async def preflight(self, http: web.Request, handler: Any) -> web.StreamResponse:
         """Answer a browser that asks before it sends what a page wants; it asks without a key."""
         if http.method != "OPTIONS" or "Access-Control-Request-Method" not in http.headers or not self.origins:
             return await handler(http)
@@ -78,7 +78,7 @@ class Auth:
             "Access-Control-Max-Age": "600",
         })  # fmt: skip
 
-    async def allow(self, http: web.Request, response: web.StreamResponse) -> None:
+    async def let_read(self, http: web.Request, response: web.StreamResponse) -> None:
         """Let pages of the origins in --cors-origins read the response; browsers keep it from all others."""
         origin, allowed = http.headers.get("Origin"), self.origins
         if "*" in allowed or origin in allowed:

@@ -110,7 +110,7 @@ class Auth:
             raise RequestError(f"a web page of another site (Sec-Fetch-Site: {site}) may not call this server without "
                                "an Origin that --cors-origins lists", None, 403, "origin_not_allowed")  # fmt: skip
         unsaid, browser = origin is None and site is None, http.headers.get("User-Agent", "").startswith("Mozilla/")
-        if unsaid and browser and http.method != "POST" and path in ACTING:
+        if unsaid and browser and http.method in ("GET", "HEAD") and path in ACTING:
             raise RequestError(f"{path} takes POST alone from a browser that does not say which page asks (no Origin, "
                                "as --cors-origins lists them, and no Sec-Fetch-Site)", None, 403,
                                "origin_not_allowed")  # fmt: skip

@@ -16,10 +16,9 @@ from minispec.replies.calls import read_arguments
 from minispec.request import Finish, RequestError, TooLong
 from minispec.serve import fields, parse
 from minispec.serve.message import Block, Change
-from minispec.serve.reply import EventReply
+from minispec.serve.reply import ERROR_TYPES, EventReply
 
-_ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
-           429: "rate_limit_error", 503: "overloaded_error"}  # fmt: skip
+_ERRORS = {**ERROR_TYPES, 413: "request_too_large", 503: "overloaded_error"}
 
 
 def parse_message(body: Mapping[str, Any], defaults: Mapping[str, Any], counted: bool = False) -> parse.Job:
@@ -70,7 +69,7 @@ def _turns(turn: Any, where: str) -> list[dict[str, Any]]:
         else:
             said.append(block)
     if said or calls or not turns:
-        turns.append(parse.turn(turn.role, said, parse.thoughts_in(said), calls))
+        turns.append(parse.turn(turn.role, said, calls=calls))
     return turns
 
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
 from pydantic_core import from_json
 
-from minispec.load.chat_templates import WITH_TOOLS
+from minispec.load.chat_templates import RESERVED, WITH_TOOLS
 from minispec.replies.calls import MAX_DEPTH
 from minispec.replies.constraint import call_or_form, constraint
 from minispec.replies.formats import PLAIN_FORMATS, Formats
@@ -59,18 +59,11 @@ HIDES, DEMANDS = {"none"}, {"required", "any"}  # choices of tools, as the diale
 Prompt = str | list[int] | list[dict]  # text, token ids, or chat messages
 OF_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 T = TypeVar("T")
+Sampled = tuple[SamplingParams, dict[str, str]]  # and `Job.names`, which has max_new_tokens if the client set it
 Form = tuple[str, str, Any]  # a field that constrains, the kind of grammar, and its rule
 KINDS = {"json_schema": "json_schema", "json": "json_schema", "json_object": "json_schema", "regex": "regex",
          "ebnf": "ebnf", "grammar": "ebnf", "structural_tag": "structural_tag", "choice": "lark"}  # of grammars
 SAMPLED = {field.name for field in dataclasses.fields(SamplingParams)} - {"grammar", "logprobs"}  # plain values
-
-# Names the template's own machinery uses: a client may not set them.
-_TEMPLATE_NAMES = frozenset(
-    """messages tools documents conversation chat_template template add_generation_prompt continue_final_message
-    tokenize padding truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs
-    raise_exception strftime_now bos_token eos_token unk_token pad_token loop range dict lipsum cycler joiner
-    namespace self caller varargs kwargs""".split()
-)
 
 
 # ---- JSON ------------------------------------------------------------------------------------------------------------
@@ -314,9 +307,6 @@ def parse_generate(body: Mapping[str, Any]) -> Job:
     )  # fmt: skip
 
 
-Sampled = tuple[SamplingParams, dict[str, str]]  # and `Job.names`, which has max_new_tokens if the client set it
-
-
 def _sampled(asked: Any, values: Mapping[str, Any], prompt: str) -> Sampled:
     """Return the parameters that a body sets, or `values` where it does not; `prompt`: the field with the prompts."""
     given = _given(asked, [name for name in SAMPLED if hasattr(asked, name)])
@@ -501,8 +491,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     role = "tool" if message.role == "function" else message.role
     if message.content is None and role not in ("assistant", "tool"):
         raise RequestError(f"{where}.content must be text or a list of text parts, got None", "messages")
-    parts = message.content if isinstance(message.content, list) else []
-    thoughts = [message.reasoning_content or message.reasoning, *thoughts_in(parts)]
+    thoughts = [message.reasoning_content or message.reasoning]
     calls = [made_call(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ()]
     return turn(role, message.content, thoughts, calls, **_given(message, ("name", "tool_call_id")))
 
@@ -512,14 +501,10 @@ def turn(
 ) -> dict[str, Any]:
     """Return a message as chat templates know it; what it has none of is left out."""
     said: dict[str, Any] = {**own, "role": role, "content": text_of(content)}
-    if thought := "\n".join(filter(None, thoughts)):
+    among = [part.thinking for part in content if part.type == "thinking"] if isinstance(content, list) else []
+    if thought := "\n".join(filter(None, (*thoughts, *among))):
         said["reasoning_content"] = thought
     return {**said, "tool_calls": calls} if calls else said
-
-
-def thoughts_in(parts: Iterable[Any]) -> list[str]:
-    """Return the thoughts among the parts of a message."""
-    return [part.thinking for part in parts if part.type == "thinking"]
 
 
 def text_of(content: Any) -> str:
@@ -571,7 +556,7 @@ def variables(asked: Any, *, effort: str | None, thinks: bool | None = None) -> 
         raise RequestError(f"chat_template_kwargs must have at most 16 names, got {len(kwargs)}",
                            "chat_template_kwargs")  # fmt: skip
     for name, value in kwargs.items():
-        if not name.isidentifier() or name.startswith("_") or name in _TEMPLATE_NAMES:
+        if not name.isidentifier() or name.startswith("_") or name in RESERVED:
             raise RequestError(f"chat_template_kwargs may not set {short(name)}", "chat_template_kwargs")
         if not isinstance(value, (str, bool, int, float, type(None))) or (isinstance(value, str) and len(value) > 1000):
             raise RequestError(f"chat_template_kwargs.{name} must be a short string, a number, a bool or null",
@@ -592,11 +577,16 @@ def tokenize(
 
     longest: tokens of the longest possible prompt, to which a prompt is cut if the client wants it cut to what fits.
     """
-    _check_tools(job, tokenizer, formats)
     requests: list[Request] = []
     if job.prediction:
         check_size(job.prediction, context_length, "prediction")
     if job.wish.tools:
+        if tokenizer.chat.tool_template is None:
+            raise RequestError("tools: the chat template of this model has no place for them; start the server with "
+                               f"one that has, --chat-template FILE or {' or '.join(WITH_TOOLS)}", "tools")  # fmt: skip
+        if formats.calls is None:
+            raise RequestError("tools: the chat template does not show how the model writes a call; start the server "
+                               "with --tool-call-parser", "tools")  # fmt: skip
         check_size(list(job.wish.tools), context_length, "tools")
     for i, (params, rid, limited) in enumerate(zip(job.params, job.rids, job.limited, strict=True)):
         leader = requests[i - i % job.n] if i % job.n else None
@@ -632,16 +622,6 @@ def _prompt_ids(job: Job, i: int, tokenizer: Tokenizer, context_length: int, lon
         output = min(wanted, context_length // 2) if job.limited[i] and wanted is not None else 1
         return ids[-max(min(longest or context_length, context_length - output), 1) :]
     return ids if job.truncate is None else ids[-job.truncate :]
-
-
-def _check_tools(job: Job, tokenizer: Tokenizer, formats: Formats) -> None:
-    """Raise RequestError 400 for tools that the model cannot be shown, or whose calls could not be told from text."""
-    if job.wish.tools and tokenizer.chat.tool_template is None:
-        raise RequestError("tools: the chat template of this model has no place for them; start the server with one "
-                           f"that has, --chat-template FILE or {' or '.join(WITH_TOOLS)}", "tools")  # fmt: skip
-    if job.wish.tools and formats.calls is None:
-        raise RequestError("tools: the chat template does not show how the model writes a call; start the server with "
-                           "--tool-call-parser", "tools")  # fmt: skip
 
 
 def _prepare_answer(request: Request, job: Job, tokenizer: Tokenizer, formats: Formats) -> None:

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from minispec.load.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
-_ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
     """Return OpenAI's error object, the body of every failure."""
-    kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
     return {"error": {"message": error.message[:2000], "type": kind, "param": error.param, "code": error.code}}
 
 

@@ -711,7 +711,8 @@ def test_an_aborted_prompt_keeps_its_text_and_the_others_of_its_request_go_on(un
             status, items, _ = answer.result()
             assert status == 200
     assert [item["meta_info"]["id"] for item in items] == wish["rid"] and is_aborted(items[0])
-    assert 10 < len(items[0]["text"]) < len(full["text"]) and full["text"].startswith(items[0]["text"])
+    text = items[0]["text"].rstrip("\ufffd")  # the abort may fall within a character
+    assert 10 < len(text) < len(full["text"]) and full["text"].startswith(text)
     assert items[0]["output_ids"] == full["output_ids"][: len(items[0]["output_ids"])]
     for item in items[1:]:
         assert item["meta_info"]["finish_reason"]["type"] == "length" and len(item["output_ids"]) == 150

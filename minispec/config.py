@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from minispec.load.chat_templates import NAMED, is_template
-from minispec.load.reply_formats import CALLS, THOUGHTS
 from minispec.load.sglang_flags import INSTEAD
+from minispec.replies.formats import CALLS, THOUGHTS
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # served when no model is named
 LEARNED = ("EAGLE", "EAGLE3", "DFLASH")  # drafters with a trained head; NEXTN is another name of EAGLE

@@ -36,8 +36,8 @@ from aiohttp import web
 from minispec.config import Config
 from minispec.load.flags import config_from_args
 from minispec.load.machine import own_compile_cache
-from minispec.load.reply_formats import CALLS, THOUGHTS, calls_of
 from minispec.replicas.workers import Replicas
+from minispec.replies.formats import CALLS, THOUGHTS, Formats, calls_of
 from minispec.request import Request, RequestError, Update, one_line, short
 from minispec.serve import answers, fields, openapi, page, parse, prometheus
 from minispec.serve.answers import json_answer
@@ -45,7 +45,6 @@ from minispec.serve.auth import Auth
 from minispec.serve.bodies import HEAD_TIMEOUT, MAX_BODY, Bodies
 from minispec.serve.front import Front
 from minispec.serve.info import fingerprint, version
-from minispec.serve.message import Formats
 from minispec.serve.messages import MessageReply, parse_message
 from minispec.serve.reply import Reply, Served
 from minispec.serve.responses import ResponseReply, parse_response
@@ -73,7 +72,7 @@ class Server:
 
     def __init__(self, config: Config, build: Build = build_llm) -> None:
         self.config, self.build = config, build
-        self.auth, self.origins, self.seen = Auth(config), answers.Origins(config.origins), prometheus.Seen()
+        self.auth, self.seen = Auth(config), prometheus.Seen()
         self._names = [name for name in (config.served_name, config.model_path) if name]
         self.created = int(time.time())
         self.port = config.port
@@ -137,9 +136,9 @@ class Server:
 
     def application(self) -> web.Application:
         """Return the application with its routes and middlewares."""
-        steps: list[Any] = [delivering, self._counted_answer, answers.errors, self.origins.ask, self.auth.guard]
+        steps: list[Any] = [delivering, self._counted_answer, answers.errors, self.auth.preflight, self.auth.guard]
         app = web.Application(middlewares=steps, client_max_size=MAX_BODY)
-        app.on_response_prepare.extend((answers.set_request_id, self.origins.allow))
+        app.on_response_prepare.extend((answers.set_request_id, self.auth.let_read))
         for route in ROUTES:
             add = getattr(app.router, f"add_{route.method}")  # `add_get` answers HEAD as well
             add(route.path.replace("}", f":{route.pattern}}}"), getattr(self, route.handler))
@@ -448,7 +447,9 @@ class Server:
         """Text to token ids."""
         front, asked = self._open(), await self._body(http, fields.Tokenize)
         self._check_model(asked.model)
-        messages = parse.conversation(asked)
+        if (asked.messages is None) == (asked.prompt is None):
+            raise RequestError("exactly one of prompt and messages must be given", "prompt")
+        messages = parse.messages_of(asked.messages or ())
         batched = isinstance(asked.prompt, list)
         texts: Any = asked.prompt if batched else [messages or asked.prompt]
         context, tokenizer = front.facts.limits.context_length, front.tokenizer
@@ -478,9 +479,11 @@ class Server:
         tokens: Any = asked.tokens
         batched = bool(tokens) and isinstance(tokens[0], list)
         rows, skip = tokens if batched else [tokens], asked.skip_special_tokens is not False
+        size = front.facts.limits.vocab_size
 
         def work() -> dict[str, Any]:
-            parse.check_ids(rows, front.facts.limits.vocab_size)
+            for wrong in (token for row in rows for token in row if not 0 <= token < size):
+                raise RequestError(f"tokens must be ids in [0, {size - 1}], got {wrong}", "tokens")
             texts = [front.tokenizer.decode(row, skip_special_tokens=skip) for row in rows]
             return {"text": texts if batched else texts[0]}
 
@@ -571,21 +574,17 @@ def shutting_down() -> RequestError:
 def _prepare(job: parse.Job, front: Front, served: Served) -> Reply:
     """Tokenize and check a job's requests, and return the `Reply` that will answer it; slow; safe on any thread."""
     requests = _tokenized(job, front, served)
-    try:
+    with parse.in_clients_words(job.names):
         for request in requests:
             front.validate(request)
-    except RequestError as error:
-        raise parse.in_clients_words(error, job.names) from None
     return REPLIES.get(job.dialect, Reply)(job, requests, served)
 
 
 def _tokenized(job: parse.Job, front: Front, served: Served) -> list[Request]:
     """Return a job's requests; errors name the client's fields."""
     limits = front.facts.limits
-    try:
+    with parse.in_clients_words(job.names):
         return parse.tokenize(job, front.tokenizer, limits.context_length, limits.longest_prompt, served.formats)
-    except RequestError as error:
-        raise parse.in_clients_words(error, job.names) from None
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

@@ -19,14 +19,14 @@ from test_schema import chat
 from test_simulate import emitted
 
 from benchmarks.throughput import accept_length, by_depth, verified
-from minispec.asked.answers import meta_info
+from minispec.asked.answers import Telling, meta_info
 from minispec.load.tokenizer import byte_tokenizer
 from minispec.replicas.wire import Told, taken
 from minispec.request import Request, Trace, Update
 from minispec.scheduler import Scheduler
 from minispec.serve.info import load_of
 from minispec.serve.prometheus import counters
-from minispec.serve.reply import Reply, Served, Telling
+from minispec.serve.reply import Reply, Served
 
 PLACES = range(4, 30)  # of the stop, in tokens
 DRAFTERS = {"host": SUBJECTS["oracle"], "beside": PAIRS["standalone"]}

@@ -19,8 +19,8 @@ from pydantic import BaseModel
 from pydantic_models import MODELS, Customer
 
 from minispec.asked.schemas import close_embedded, closed, compiled_form
-from minispec.load.reply_formats import CALLS
-from minispec.serve.tools import constraint
+from minispec.replies.constraint import constraint
+from minispec.replies.formats import CALLS
 
 BYTES = LLTokenizer("byte")
 A, B = ({"type": "object", "properties": {name: {"type": "integer"}}} for name in "ab")

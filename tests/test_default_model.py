@@ -21,7 +21,8 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from minispec.config import Config
 from minispec.load import default_model, gguf_models, user_cache
-from minispec.serve import front, parse
+from minispec.load.weights import sampling_defaults
+from minispec.serve import parse
 
 TEXTS = [
     "The quick brown fox jumps over 13 lazy dogs in 2024.",
@@ -144,14 +145,14 @@ def test_control_tokens_vanish_when_special_tokens_are_skipped(folder: Path) -> 
 
 
 def test_requests_that_leave_out_how_to_sample_get_what_keeps_the_model_sensible(folder: Path) -> None:
-    found = front._read_defaults(Config(), folder)
+    found = sampling_defaults(Config(), folder)
     assert found == {name: value for name, value in default_model.SAMPLING.items() if name != "do_sample"}
     body = {"messages": [{"role": "user", "content": "Tell me about trees."}]}
     params = parse.parse_chat(body, found).params[0]
     assert (params.temperature, params.top_p, params.repetition_penalty) == (0.6, 0.9, 1.1)
     own = parse.parse_chat({**body, "temperature": 0, "repetition_penalty": 1}, found).params[0]
     assert (own.temperature, own.top_p, own.repetition_penalty) == (0, 0.9, 1)
-    assert front._read_defaults(Config(sampling_defaults="openai"), folder) == {}
+    assert sampling_defaults(Config(sampling_defaults="openai"), folder) == {}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import http.client
 import json
 import socket
 import zlib
@@ -60,6 +61,27 @@ def test_another_site_s_page_reaches_nothing(plain: Running, path: str, body: An
     for site in ("cross-site", "same-site"):
         assert not passes(plain, {"Sec-Fetch-Site": site, **IMAGE}, path, body)
     assert not passes(plain, LINK, path, body), "a link may lead to the page alone"
+
+
+def test_a_browser_that_does_not_say_which_page_asks_empties_no_cache_by_an_image() -> None:
+    """Sec-Fetch headers go to HTTPS and loopback alone; a page chooses what its request accepts and refers to."""
+    browser = {"User-Agent": "Mozilla/5.0 (X11; Linux x86_64) AppleWebKit/537.36 (KHTML, like Gecko) Chrome/149.0.0.0",
+               "Host": "box.lan:30000", "Accept": "*/*"}  # fmt: skip
+    with server(host="0.0.0.0") as running:
+        for path in ("/flush_cache", "//flush_cache/"):
+            assert not passes(running, browser, path)
+            connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=10)
+            connection.request("HEAD", path, headers=browser)
+            assert connection.getresponse().status == 403
+            connection.close()
+            for own in ({}, {"Origin": "http://box.lan:30000"}, {"Sec-Fetch-Site": "none"}):
+                agent = {} if own else {"User-Agent": "python-requests/2.34.0"}
+                assert passes(running, {**browser, **agent, **own}, path), own
+            assert passes(running, {**browser, "Origin": "http://box.lan:30000"}, path, {})
+        for path in ("/health", "/v1/models", "/", "/server_info"):
+            assert passes(running, browser, path), "what only tells is no harm"
+    with server(host="0.0.0.0", api_key="secret") as running:
+        assert passes(running, {**browser, **KEY}, "/flush_cache")
 
 
 def test_a_link_to_the_page_may_be_followed_and_the_page_may_ask(plain: Running) -> None:

@@ -5,17 +5,33 @@ Llama 2's does. Every request is asked with drafts and without, greedy and with 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_server import Running, options, ready
+from clients.scripted import llama
+from exactness import build
+from test_server import PARSERS, Running, options, ready
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from minispec.asked.grammar import Grammars
+from minispec.asked.steps import Asking
+from minispec.beam import BeamDrafter
 from minispec.config import Config
+from minispec.dflash import DFlashConfig, DFlashDrafter, DFlashHead
+from minispec.drafter import Plain
+from minispec.eagle import DraftHead, Eagle3Head, EagleHead, HeadConfig
+from minispec.llm import LLM
+from minispec.model import Model
+from minispec.mtp import MtpHead
+from minispec.ngram import NgramDrafter, NgramOptions
+from minispec.replies.formats import THOUGHTS, Formats
+from minispec.serve import parse
+from minispec.serve.reply import Reply, Served
+from minispec.standalone import DraftModel, StandaloneDrafter
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<think>", "</think>"]
 WORDS = ["▁", "▁a", "▁the", "b", "▁Paris", "▁is", ".", "user", '{"', '":', "x", "}", "a", "中"]
@@ -36,8 +52,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield running
 
 
-def make_model(folder: Path, spelt: bool) -> None:
-    """Write a model of random weights, and its tokenizer."""
+def make_model(folder: Path, spelt: bool, script: Sequence[int] = ()) -> None:
+    """Write a model of random weights, and its tokenizer; in its greedy text each id of a script follows the last."""
     names = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS]
     rust = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], unk_token="<unk>", byte_fallback=True,
                                 fuse_unk=True))  # fmt: skip
@@ -51,10 +67,14 @@ def make_model(folder: Path, spelt: bool) -> None:
     PreTrainedTokenizerFast(tokenizer_object=rust, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(CHAT)
     torch.manual_seed(1)
-    LlamaForCausalLM(LlamaConfig(
-        vocab_size=len(names), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
-    )).save_pretrained(folder)  # fmt: skip
+    if script:
+        llama(len(names), 512, [list(script)], 4).save_pretrained(folder)
+    else:
+        LlamaForCausalLM(LlamaConfig(
+            vocab_size=len(names), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=512, bos_token_id=1, eos_token_id=2,
+            tie_word_embeddings=False,
+        )).save_pretrained(folder)  # fmt: skip
     (folder / "generation_config.json").write_text("{}")
 
 
@@ -218,3 +238,125 @@ def test_a_reply_that_thinks_has_its_format_behind_the_end_tag_and_every_other_f
             assert thinks or not message["reasoning_content"], "reasoning is told apart where it is, and nowhere else"
         assert any(choice["finish_reason"] == "stop" for choice in answer["choices"])
         assert thought == (6 if opens else 0) or opens is False and 0 < thought
+
+
+# ---- every drafter ---------------------------------------------------------------------------------------------------
+
+SCRIPT = ["▁the", "▁a", "b", f"'\n{FACE}'", "<|im_start|>", "user", "▁Paris", "▁is", "x", "'é'", "."]
+BIASED = {str(ids("▁Paris")[0]): 100}
+CHATS = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 60, "n": 2, "logprobs": True, "top_logprobs": 2,
+         "logit_bias": {str(ids("</think>")[0]): 4, "2": 6}}  # fmt: skip
+ASKED: list[tuple[str, dict[str, Any]]] = [  # held text, a continuation's space, special tokens, reasoning and formats
+    *(("/generate", {"input_ids": [1, *ids("b", "b")], "return_logprob": True, "sampling_params": wish}) for wish in (
+        {"regex": "b\n", "stop": "\n"}, {"regex": f"b{FACE}{{5}}", "stop": FACE}, {"regex": f"b{FACE}\n{FACE}"},
+        {"stop": "\n", "max_new_tokens": 30}, {"stop": [FACE], "no_stop_trim": True, "max_new_tokens": 60},
+        {"stop_token_ids": ids(f"'{FACE}'")[2:3], "max_new_tokens": 60}, {"stop": "é.", "max_new_tokens": 60},
+        *({"max_new_tokens": count} for count in range(1, 8)), {"stop": "<|im_start|>", "max_new_tokens": 60},
+        {"stop": "<|im_start|>user", "max_new_tokens": 60}, {"stop": "\n", "min_new_tokens": 9, "max_new_tokens": 60},
+        {"stop": "user Paris", "skip_special_tokens": False, "max_new_tokens": 60})),
+    *(("/v1/completions", {"prompt": prompt, "max_tokens": 9, "logprobs": 2, **more})
+      for prompt in ("the a", "a\n", "中")
+      for more in ({"logit_bias": BIASED}, {"logit_bias": BIASED, "stop": " Paris"}, {"echo": True})),
+    *(("/v1/chat/completions", {**CHATS, "chat_template_kwargs": {"tail": tail}, **FORMATS[kind][0]})
+      for kind in ("schema", "free ebnf", "tags", "regex") for tail in ("", "<think>")),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cycle(tmp_path_factory: pytest.TempPathFactory) -> tuple[LLM, dict[str, list[Any]]]:
+    """A model that repeats SCRIPT, and what it answers without drafts, greedy and with a seed."""
+    folder, script = tmp_path_factory.mktemp("cycle"), ids(*SCRIPT)
+    make_model(folder, True, [*script, script[0]])
+    llm = LLM(str(folder), dtype="float32", disable_torch_compile=True, max_total_tokens=512)
+    with torch.inference_mode():
+        return llm, answers(llm, Plain())[0]
+
+
+def answers(llm: LLM, drafter: Any) -> tuple[dict[str, list[Any]], int]:
+    """Return what all of ASKED is answered, greedy and with a seed, with a drafter; and how many drafts were taken."""
+    model, accepted, found = llm.scheduler.engine.model, 0, {}
+    formats, grammars = Formats(None, THOUGHTS["qwen3"]), Grammars(llm.tokenizer.backend, model.config.vocab_size, (2,))
+    for sampled in ({"temperature": 0}, {"temperature": 1.0, "seed": 3}):
+        scheduler = build(model, drafter, radix=False, eos=(2,), tokenizer=llm.tokenizer)
+        scheduler.engine.asked = Asking(scheduler.engine, grammars)
+        replies, road = [], {}
+        for path, body in ASKED:
+            own = {"sampling_seed" if name == "seed" else name: value for name, value in sampled.items()}
+            wish = ({**body, "sampling_params": {**body["sampling_params"], **own}} if path == "/generate"
+                    else {**body, **sampled})  # fmt: skip
+            job = PARSERS[path](wish)
+            requests = parse.tokenize(job, llm.tokenizer, 512, formats=formats)
+            replies.append(Reply(job, requests, Served("m", llm.tokenizer, formats=formats)))
+            for request in requests:
+                road[request] = replies[-1]
+                scheduler.validate(request)
+                scheduler.engine.asked.prepare(request)
+                scheduler.submit(request)
+        while scheduler.has_work:
+            for update in scheduler.step():
+                road[update.request].take(update)
+            scheduler.check()
+        accepted += scheduler.metrics.verified.accepted.total()
+        found[str(sampled)] = [comparable(reply.result()) for reply in replies]
+    return found, accepted
+
+
+def comparable(answer: Any) -> Any:
+    """Return an answer without what no two answers share; numbers that are computed are rounded."""
+    if isinstance(answer, dict):
+        unlike = ("id", "created", "e2e_latency", "response_sent_to_client_ts")
+        return {name: comparable(value) for name, value in answer.items() if name not in unlike}
+    if isinstance(answer, list | tuple):
+        return [comparable(value) for value in answer]
+    return pytest.approx(answer, abs=1e-4) if isinstance(answer, float) else answer
+
+
+def known_head(kind: type[DraftHead], model: Model) -> DraftHead:
+    """Return a head that drafts what follows its token in SCRIPT: its state is the token's embedding, or half of it."""
+    size, taps = model.config.hidden_size, {"taps": (1,)} if kind is Eagle3Head else {}
+    head: Any = kind.empty(HeadConfig(kind.name, model.config.plain(), **taps), model)
+    for name, weight in head.named_parameters():
+        weight.fill_(1.0) if "norm" in name else weight.zero_()
+    layer, one = head.layer, torch.eye(size)
+    if kind is EagleHead:
+        head.fc.weight[:, :size] = one
+    elif kind is MtpHead:
+        head.input_proj.weight[:, size:] = one
+    else:  # each token attends to its like alone, and each head of keys hands on its part of the embedding
+        query, key, value = layer.qkv_proj.weight.split((layer.q_size, layer.kv_size, layer.kv_size))
+        shared = layer.q_size // layer.kv_size
+        parts = one[: layer.kv_size].unflatten(0, (-1, model.config.head_dim))
+        query[:, :size] = 9 * parts.repeat_interleave(shared, 0).flatten(0, 1)
+        key[:, :size], value[:, :size] = 9 * parts.flatten(0, 1), parts.flatten(0, 1)
+        layer.o_proj.weight.T.unflatten(0, (-1, model.config.head_dim))[::shared, :] = parts
+    return head
+
+
+def favourites(model: Model) -> DFlashHead:
+    """Return a block drafter without layers that do anything: each of its rows prefers the same tokens of SCRIPT."""
+    known = torch.tensor(ids("▁Paris", f"'{FACE}'", "b", "x"))
+    head: Any = DFlashHead.empty(DFlashConfig("dflash", model.config.plain(), (1,), known, block_size=4), model)
+    for name, weight in head.named_parameters():
+        weight.fill_(1.0) if "norm" in name else weight.zero_()
+    head.lm_head.weight[:] = torch.linspace(0.1, 0, len(known))[:, None] * model.embed_tokens.weight[0]
+    return head
+
+
+DRAFTERS: dict[str, Callable[[Model], Any]] = {
+    **{kind.name: lambda model, kind=kind: BeamDrafter(known_head(kind, model), steps=3, topk=2, nodes=6)
+       for kind in (EagleHead, Eagle3Head, MtpHead)},
+    "standalone": lambda model: StandaloneDrafter(DraftModel(model, model.config.vocab_size), steps=3, topk=2, nodes=6),
+    "dflash": lambda model: DFlashDrafter(favourites(model), block=4, nodes=10, topk=4),
+    "ngram": lambda model: NgramDrafter(NgramOptions(nodes=8)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+@torch.inference_mode()
+def test_no_drafter_changes_text_usage_logprobs_or_the_reason_of_an_end(kind: str, cycle: Any) -> None:
+    llm, without = cycle
+    found, accepted = answers(llm, DRAFTERS[kind](llm.scheduler.engine.model))
+    for how, told in without.items():
+        for wish, right, answer in zip(ASKED, told, found[how], strict=True):
+            assert answer == right, (how, wish)
+    assert accepted > 150, "ends lie among accepted drafts"

@@ -11,10 +11,9 @@ import pytest
 from test_server import Running, native
 
 from benchmarks.hostile import HOSTILE
-from minispec.load.reply_formats import CALLS
+from minispec.replies.formats import CALLS, Formats
 from minispec.request import RequestError
 from minispec.serve import parse
-from minispec.serve.message import Formats
 
 STREAM = native("Once upon", temperature=1.1, sampling_seed=3, max_new_tokens=150, ignore_eos=True)
 

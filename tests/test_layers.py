@@ -25,11 +25,11 @@ SOURCES = {
 # Floors from the ground up. A file imports from its own folder and from the floors below, never from above or beside.
 # "" is the core, the files at the top of the package but for those named here, which put folders together.
 FLOORS = (
-    ("",), ("asked", "cpu", "cuda"), ("ranks",), ("config",), ("load",), ("llm",),
-    ("serve", "train", "explain", "compile"), ("replicas",), ("server",), ("__init__",),
+    ("",), ("asked", "replies", "cpu", "cuda"), ("ranks",), ("config",), ("load",), ("llm",),
+    ("serve", "train", "explain", "notebooks", "compile"), ("replicas",), ("server",), ("__init__",),
 )  # fmt: skip
 FLOOR = {place: floor for floor, places in enumerate(FLOORS) for place in places}
-TABLES = ("load.chat_templates", "load.reply_formats", "load.sglang_flags")  # import nothing: the flags read them
+TABLES = ("load.chat_templates", "replies.formats", "load.sglang_flags")  # import nothing: the flags read them
 ALGORITHMS = {"NONE", "NGRAM", "EAGLE", "EAGLE3", "NEXTN", "MTP", "DFLASH", "STANDALONE"}
 
 Rule = Callable[[str, str], Iterator[str]]
@@ -81,8 +81,8 @@ def only_attention_knows_flex_attention(module: str, source: str) -> Iterator[st
 
 
 def only_the_schema_knows_pydantic(module: str, source: str) -> Iterator[str]:
-    """`LLM` and all that it is made of work without pydantic; models of what is sent over HTTP are in one folder."""
-    if not module.startswith("serve."):
+    """`LLM` and all that it is made of work without pydantic; only what a server asks of a reply parses by it too."""
+    if not module.startswith(("serve.", "replies.")):
         yield from (f"{module}:{line}: {name}" for line, name in imported(source) if name.startswith("pydantic"))
 
 
@@ -235,7 +235,7 @@ def missing_files(text: str) -> Iterator[str]:
 
 RULES: dict[Rule, tuple[str, str]] = {  # rule: a module name and lines in it that break the rule
     imports_point_down: ("kv", "def f():\n    from minispec.cpu import huge_pages"),
-    tables_import_nothing: ("load.reply_formats", "from minispec.tree import PADDING"),
+    tables_import_nothing: ("replies.formats", "from minispec.tree import PADDING"),
     only_attention_knows_flex_attention: ("engine", "from torch.nn.attention.flex_attention import BlockMask"),
     only_the_schema_knows_pydantic: ("request", "from pydantic import BaseModel"),
     model_knows_attend_alone: ("model", "def forward(x, page_table): pass"),
@@ -334,7 +334,7 @@ def test_a_long_function_is_seen() -> None:
 def test_allowed_imports_pass() -> None:
     assert not list(imports_point_down("engine", "from minispec.kv import PagedKV\nimport torch"))
     assert not list(imports_point_down("load.build", "from minispec.cpu.direct import DirectStep"))
-    assert not list(imports_point_down("config", "from minispec.load.reply_formats import CALLS"))
+    assert not list(imports_point_down("config", "from minispec.replies.formats import CALLS"))
 
 
 def unlisted_files(page: str) -> list[str]:

@@ -10,11 +10,10 @@ from test_schema import refused
 from test_server import Running
 from test_tools import CALLS, PARIS, WEATHER, cuts
 
-from minispec.load.reply_formats import THOUGHTS
 from minispec.load.tokenizer import byte_tokenizer
+from minispec.replies.formats import THOUGHTS, Formats
 from minispec.request import Finish, Request, RequestError, TooLong, Update
-from minispec.serve import parse
-from minispec.serve.message import Formats
+from minispec.serve import fields, parse
 from minispec.serve.messages import MessageReply, error_of, parse_message
 from minispec.serve.reply import Served, sse
 
@@ -90,6 +89,12 @@ def test_fields_of_a_message_are_those_of_a_chat_under_their_names() -> None:
         assert error.param == param and says in error.message, error.message
 
 
+def test_every_field_that_anthropic_s_client_knows_is_known() -> None:
+    for theirs in (anthropic.types.message_create_params, anthropic.types.beta.message_create_params):
+        names = set(theirs.MessageCreateParamsBase.__annotations__)
+        assert len(names) > 15 and not names - set(fields.Messages.model_fields)
+
+
 # ---- answers ---------------------------------------------------------------------------------------------------------
 
 STREAM = anthropic.types.RawMessageStreamEvent
@@ -125,7 +130,6 @@ REPLIES = [
      "tool_use"),
     ("Hello", Finish("stop", "x"), ["text"], "stop_sequence"), ("", Finish("stop", 2), ["text"], "end_turn"),
     ("<think>Hm", Finish("length"), ["thinking"], "max_tokens"),
-    (CALL[:50], Finish("length"), ["tool_use"], "max_tokens"),
 ]  # fmt: skip
 
 
@@ -149,6 +153,27 @@ def test_events_add_up_to_the_whole_answer_wherever_the_text_is_cut(
         assert [index for index, what in order if what == "start"] == list(range(len(kinds)))
         assert [index for index, _ in order] == sorted(index for index, _ in order), "blocks do not overlap"
     assert sse(events[0]).startswith(b"event: message_start\ndata: {") and reply.end == b""
+
+
+ODD = r'<tool_call>{"name": "weather", "arguments": {"a": {"b": [1.5e-3, true, "x\n\u00e9\ud83d\ude00"]}, "é😀": -2}}'
+
+
+def test_a_call_that_breaks_off_anywhere_does_not_end_the_stream_in_anthropic_s_client() -> None:
+    """The client parses the arguments at each delta, and raises where they do not begin an object."""
+    begun = ODD.index('{"a"') + 1
+    for size in range(begun, len(ODD)):
+        reply, events = replying(list(ODD[:size]), Finish("length"), stream=True)
+        (block,) = reply.result()["content"]
+        told = added_up(events)
+        assert (told["stop_reason"], block["type"], told["content"][0]["name"]) == ("max_tokens", "tool_use", "weather")
+        assert set(told["content"][0]["input"]) <= set(block["input"])
+    for wrong in (r'{"a": "\ud83d"}', '{"a" x}', '{"a": 1x}', '{"a": {"b": tru}}', '{"a": "\n"}', '{"a": NaN}'):
+        text = f'<tool_call>{{"name": "weather", "arguments": {wrong}}}</tool_call>'
+        for given, end in ((text, Finish("stop", 2)), (text.removesuffix("}</tool_call>"), Finish("length"))):
+            reply, events = replying(list(given), end, stream=True)
+            assert added_up(events)["stop_reason"] == ("max_tokens" if end.kind == "length" else "end_turn")
+            if end.kind == "stop":
+                assert reply.result()["content"] == [{"type": "text", "text": text}], "a call that is none stays text"
 
 
 def test_errors_have_anthropic_s_form_and_the_sentence_on_which_clients_compact() -> None:

@@ -18,9 +18,10 @@ from pydantic import ValidationError
 from minispec.asked.answers import meta_info
 from minispec.config import Config
 from minispec.load.tokenizer import byte_tokenizer
+from minispec.load.weights import sampling_defaults
 from minispec.metrics import Kept
 from minispec.request import Finish, Request, RequestError, SamplingParams, Update
-from minispec.serve import fields, front, openapi, parse
+from minispec.serve import fields, openapi, parse
 from minispec.serve.reply import Reply, Served, error_body, sse
 from minispec.serve.responses import parse_response
 from minispec.server import Server
@@ -304,7 +305,7 @@ def test_errors_name_the_clients_own_field() -> None:
 def test_model_defaults_fill_what_the_request_leaves_out(tmp_path: Path) -> None:
     given = {"temperature": 0.3, "top_k": 0, "top_p": None, "max_length": 20, "min_p": 0.05}
     (tmp_path / "generation_config.json").write_text(json.dumps(given))
-    defaults = front._read_defaults(Config(), tmp_path)
+    defaults = sampling_defaults(Config(), tmp_path)
     assert defaults == {"temperature": 0.3, "top_k": -1, "min_p": 0.05}
     params = parse.parse_chat({**CHAT, "temperature": 0.0, "min_p": None}, defaults).params[0]
     assert (params.temperature, params.min_p, params.top_p) == (0.0, 0.05, 1.0)

@@ -28,9 +28,10 @@ from typing import Any
 import openai
 import pytest
 import torch
+from clients.scripted import llama
 from conftest import free_port
 from json_schema import is_valid
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer
 
 from minispec.config import Config
 from minispec.replicas.workers import Replicas
@@ -68,18 +69,7 @@ def scripted(demo_folder: Path, folder: Path, ids: list[int]) -> Path:
     before; return its folder."""
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(demo_folder)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=1024, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        embed = torch.nn.functional.normalize(torch.randn(config.vocab_size, 64), dim=-1)
-        model.model.embed_tokens.weight.copy_(embed)
-        model.lm_head.weight.zero_()
-        for token, following in zip(ids, ids[1:], strict=False):
-            model.lm_head.weight[following] = 1.5 * embed[token]
-    model.save_pretrained(folder)
+    llama(len(tokenizer), 1024, [ids], 1.5).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(demo_folder / name, folder)
     (folder / "generation_config.json").write_text("{}")
@@ -721,7 +711,8 @@ def test_an_aborted_prompt_keeps_its_text_and_the_others_of_its_request_go_on(un
             status, items, _ = answer.result()
             assert status == 200
     assert [item["meta_info"]["id"] for item in items] == wish["rid"] and is_aborted(items[0])
-    assert 10 < len(items[0]["text"]) < len(full["text"]) and full["text"].startswith(items[0]["text"])
+    text = items[0]["text"].rstrip("\ufffd")  # the abort may fall within a character
+    assert 10 < len(text) < len(full["text"]) and full["text"].startswith(text)
     assert items[0]["output_ids"] == full["output_ids"][: len(items[0]["output_ids"])]
     for item in items[1:]:
         assert item["meta_info"]["finish_reason"]["type"] == "length" and len(item["output_ids"]) == 150

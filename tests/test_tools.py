@@ -11,14 +11,15 @@ import pytest
 from test_schema import chat, refused
 
 from minispec.load.chat_templates import NAMED, WITH_TOOLS
-from minispec.load.reply_formats import CALLS, THOUGHTS, calls_of
 from minispec.load.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from minispec.output import Output, overlap
+from minispec.replies.constraint import call_or_form, constraint
+from minispec.replies.formats import CALLS, THOUGHTS, Formats, calls_of
+from minispec.replies.thoughts import Thoughts
 from minispec.request import Finish, Grammar, Request, RequestError, SamplingParams, Update
 from minispec.serve import parse
-from minispec.serve.message import Formats, Message, Thoughts, Wish
+from minispec.serve.message import Message, Wish
 from minispec.serve.reply import Reply, Served
-from minispec.serve.tools import call_or_form, constraint
 
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "of a place", "parameters": {
     "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}  # fmt: skip
@@ -51,6 +52,8 @@ REPLIES: list[tuple[str, str, str | None, list[Call]]] = [
         '<tool_call>{"name": "weather", "arguments": "Paris"}</tool_call>', '<tool_call>{"name": "weather", "argum',
         '<tool_call>{"name": "clock", "arguments": {"a": NaN}}</tool_call>', '<tool_call>{"name": 7}</tool_call>',
         '<tool_call>{"name": "clock", "arguments": {"a": 1}, "arguments": {"a": 2}}</tool_call>',
+        '<tool_call>{"name": "clock", "arguments": {"a": 1x<tool_call>}}</tool_call>',
+        '<tool_call>{"name": "clock", "arguments": {"a": "\\ud83d"}}</tool_call>',  # half a character
         '<tool_call>{"name": "clock", "arguments": {"a": ' + "[" * 80 + "]" * 80 + "}}</tool_call>",
     )),
     ("hermes", f"<tool_call>oops</tool_call>\n<tool_call>{PARIS}</tool_call>", "<tool_call>oops</tool_call>",

@@ -18,11 +18,11 @@ from exactness import VOCAB, build, next_logits, request, run, submit
 from test_server import Running, native
 from test_standalone import MODEL, near
 
+from minispec.asked.answers import Telling
 from minispec.engine import CAPTURED
 from minispec.explain import LEGEND, PARTS, Screen, explain, tree_lines
 from minispec.request import Request, Trace
 from minispec.sampling import gumbel
-from minispec.serve.reply import Telling
 from minispec.standalone import DraftModel, StandaloneDrafter
 
 NEAR = near(0.01)

@@ -1,4 +1,5 @@
-"""What a request gets beside its text, in SGLang's form: why it ended, what it cost, and log-probabilities.
+"""What a request gets beside its text, in SGLang's form: why it ended, what it cost, log-probabilities, and
+the trace of its steps.
 
 SGLang's endpoint /generate and `LLM.generate` return this as `meta_info`. This file does not import torch, since a
 server answers before torch is imported.
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from minispec.metrics import Verified
-from minispec.request import ABORT_WANTED, Finish, Request, Scored
+from minispec.request import ABORT_WANTED, Finish, Request, Scored, Trace
 
 
 def finish_dict(finish: Finish, length: int) -> dict[str, Any]:
@@ -127,3 +128,35 @@ def _logprob_lists(request: Request, count: int, spell: Callable[[int], str] | N
             named = [at and [item(*pair) for pair in zip(wish.ids, at.ids, strict=True)] for at in scores]
             found[f"{name}_token_ids_logprobs"] = named
     return found
+
+
+class Telling:
+    """What was told of one request's steps, to the client that asked to see them: the field `trace` of /generate.
+
+    An event of a stream tells of all tokens so far where each came from, as it gives all the text so far; but the steps
+    are many numbers, so each of them is told once, in the event that has its tokens.
+    """
+
+    def __init__(self, request: Request, piece: Callable[[int], str]) -> None:
+        """`piece` returns the text of a token alone."""
+        self.trace, self.piece = request.trace or Trace(), piece
+        self.origins: list[int] = []
+        self.told = 0  # steps
+
+    def upto(self, count: int) -> dict[str, Any]:
+        """Return the trace of the first `count` tokens, with the steps that were not told yet.
+
+        The engine may be ahead of this event, so a step whose tokens are not among those waits for the next.
+        """
+        self.origins += [0] * (count - len(self.origins))
+        steps = []
+        for step in self.trace.steps[self.told :]:
+            at, emitted = step["at"], step["emitted"]
+            if at + len(emitted) > count:
+                break
+            for depth in range(1, len(step["accepted"])):
+                self.origins[at + depth - 1] = depth
+            steps.append({**step, "texts": list(map(self.piece, step["tokens"])),
+                          "emitted_texts": list(map(self.piece, emitted))})  # fmt: skip
+        self.told += len(steps)
+        return {"origins": list(self.origins[:count]), "ends": self.trace.ends[:count], "steps": steps}

@@ -103,6 +103,14 @@ NAMED = {
 
 WITH_TOOLS = ("hermes", "llama3-json")  # those that show tools to the model
 
+# Names that the machinery of templates uses: a client may not set them.
+RESERVED = frozenset(
+    """messages tools documents conversation chat_template template add_generation_prompt continue_final_message
+    tokenize padding truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs
+    raise_exception strftime_now bos_token eos_token unk_token pad_token loop range dict lipsum cycler joiner
+    namespace self caller varargs kwargs""".split()
+)
+
 
 def is_template(text: str) -> bool:
     """Return whether a text is itself a Jinja template, and not the name of one."""

@@ -11,10 +11,13 @@ Read next: `memory.py`, which sizes the KV pool by these.
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from minispec.load.user_cache import cache_root
@@ -76,6 +79,24 @@ def keep_freed_memory() -> bool:
     except (AttributeError, TypeError, OSError):
         return False
     return all([mallopt(which, 10**9) == 1 for which in (trim_threshold, mmap_threshold)])
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Within this, where torch is about to be imported, Python looks for no garbage, nor at what is made here later on.
+
+    Importing makes half a million objects. All of them stay, but each search for garbage would go through them: for a
+    second of the start, and in a pause of every request that runs into one.
+    """
+    if "torch" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
 
 
 def own_compile_cache() -> Path | None:

@@ -29,9 +29,11 @@ from huggingface_hub import constants, errors, snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from minispec.config import Config
 from minispec.keys import Keys, ModelError
 from minispec.model import some
 from minispec.model_config import EMBEDDING, LM_HEAD, ModelConfig, one_rope
+from minispec.request import SamplingParams
 
 logger = logging.getLogger("minispec")
 
@@ -347,3 +349,23 @@ def load_weights(module_tensors: Mapping[str, Tensor], tensors: Iterable[tuple[s
     problems = {"missing tensors": missing, "unknown tensors": unknown, "wrong shapes": misshapen, "twice": twice}
     if found := [f"{kind}: {some(names)}" for kind, names in problems.items() if names]:
         raise ModelError(f"the weights are not those that config.json describes; {'; '.join(found)}")
+
+
+def sampling_defaults(config: Config, folder: Path) -> dict[str, Any]:
+    """Return the sampling values of generation_config.json; none if it is not to be read, or not there, or wrong."""
+    if config.sampling_defaults != "model":
+        return {}
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    try:
+        given = json.loads((folder / "generation_config.json").read_text("utf-8"))
+        found = {name: given[name] for name in names if given.get(name) is not None}
+        if found.get("top_k") == 0:  # transformers' way to say: the whole vocabulary
+            found["top_k"] = -1
+        SamplingParams(**found)  # checks the ranges
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:  # RequestError is a ValueError
+        logger.warning("generation_config.json is not used: %s", error)
+        return {}
+    logger.info("sampling defaults of the model: %s", found or "none")
+    return found

@@ -1,4 +1,4 @@
-"""What every answer has: its form, its id, its line in the log, and whose web pages may read it."""
+"""What every answer has: its form, its id, and its line in the log."""
 
 from __future__ import annotations
 
@@ -97,30 +97,3 @@ async def errors(http: web.Request, handler: Any) -> web.StreamResponse:
     except Exception as error:
         logger.exception("a handler failed")
         return error_answer(http, RequestError(f"{type(error).__name__} in the server", None, 500))
-
-
-class Origins:
-    """The web pages that may call the server, --cors-origins."""
-
-    def __init__(self, allowed: frozenset[str]) -> None:
-        self.allowed = allowed
-
-    @web.middleware
-    async def ask(self, http: web.Request, handler: Any) -> web.StreamResponse:
-        """Answer a browser that asks before it sends what a page wants; it asks without a key."""
-        if http.method != "OPTIONS" or "Access-Control-Request-Method" not in http.headers or not self.allowed:
-            return await handler(http)
-        headers = http.headers.get("Access-Control-Request-Headers", "")
-        return web.Response(status=204, headers={
-            "Access-Control-Allow-Methods": "GET, POST, PUT", "Access-Control-Allow-Headers": headers,
-            "Access-Control-Max-Age": "600",
-        })  # fmt: skip
-
-    async def allow(self, http: web.Request, response: web.StreamResponse) -> None:
-        """Let pages of the origins in --cors-origins read the response; browsers keep it from all others."""
-        origin, allowed = http.headers.get("Origin"), self.allowed
-        if "*" in allowed or origin in allowed:
-            response.headers["Access-Control-Allow-Origin"] = "*" if "*" in allowed else str(origin)
-            response.headers["Access-Control-Expose-Headers"] = "x-request-id, Retry-After"
-        if allowed:
-            response.headers["Vary"] = "Origin"

@@ -1,4 +1,4 @@
-"""Who may do what: two keys, TLS, which paths are open, and which web pages may ask.
+"""Who may do what: two keys, TLS, which paths are open, and which web pages may ask and read.
 
 Without keys everything is open to programs. With --api-key every path needs it, but those that `routes.py` says need
 none, decided on the matched route and not on the path, which can be spelled in many ways. With --admin-api-key what
@@ -26,6 +26,7 @@ from minispec.request import RequestError, short
 from minispec.serve.routes import ROUTES
 
 KEYS = {route.path: route.key for route in ROUTES}  # /abort_request needs the admin key too, in part: see its handler
+ACTING = {route.path for route in ROUTES if route.method != "get"}  # though some of them may be asked by GET too
 PORTS = {"http": 80, "https": 443}  # which browsers leave out of Origin and Host
 
 
@@ -66,6 +67,26 @@ class Auth:
             self._check_page(http, path)
         return await handler(http)
 
+    @web.middleware
+    async def preflight(self, http: web.Request, handler: Any) -> web.StreamResponse:
+        """Answer a browser that asks before it sends what a page wants; it asks without a key."""
+        if http.method != "OPTIONS" or "Access-Control-Request-Method" not in http.headers or not self.origins:
+            return await handler(http)
+        headers = http.headers.get("Access-Control-Request-Headers", "")
+        return web.Response(status=204, headers={
+            "Access-Control-Allow-Methods": "GET, POST, PUT", "Access-Control-Allow-Headers": headers,
+            "Access-Control-Max-Age": "600",
+        })  # fmt: skip
+
+    async def let_read(self, http: web.Request, response: web.StreamResponse) -> None:
+        """Let pages of the origins in --cors-origins read the response; browsers keep it from all others."""
+        origin, allowed = http.headers.get("Origin"), self.origins
+        if "*" in allowed or origin in allowed:
+            response.headers["Access-Control-Allow-Origin"] = "*" if "*" in allowed else str(origin)
+            response.headers["Access-Control-Expose-Headers"] = "x-request-id, Retry-After"
+        if allowed:
+            response.headers["Vary"] = "Origin"
+
     def _check_page(self, http: web.Request, path: str) -> None:
         """Raise RequestError 403 for what a browser sends for another site's page; no other client sends its headers.
 
@@ -73,6 +94,9 @@ class Auth:
         no Origin, but says that it crosses sites; only a link to the page at `/` may. The name in Host must be the
         server's too, since a page may let its own name point at this address (DNS rebinding), which makes it the
         server's own page.
+
+        Browsers name site and mode to HTTPS and to loopback alone. So elsewhere no page, whichever it is, may ask by
+        GET for what acts; only a browser's own name tells its image from the request of a program.
         """
         host, origin = http.headers.get("Host", ""), http.headers.get("Origin")
         site, linked = http.headers.get("Sec-Fetch-Site"), http.headers.get("Sec-Fetch-Mode") == "navigate"
@@ -85,6 +109,11 @@ class Auth:
         if origin is None and site in ("cross-site", "same-site") and not (linked and path == "/"):
             raise RequestError(f"a web page of another site (Sec-Fetch-Site: {site}) may not call this server without "
                                "an Origin that --cors-origins lists", None, 403, "origin_not_allowed")  # fmt: skip
+        unsaid, browser = origin is None and site is None, http.headers.get("User-Agent", "").startswith("Mozilla/")
+        if unsaid and browser and http.method in ("GET", "HEAD") and path in ACTING:
+            raise RequestError(f"{path} takes POST alone from a browser that does not say which page asks (no Origin, "
+                               "as --cors-origins lists them, and no Sec-Fetch-Site)", None, 403,
+                               "origin_not_allowed")  # fmt: skip
 
     def _may_be_called(self, host: str) -> bool:
         """Return whether a Host header has one of the server's names, whatever its port."""

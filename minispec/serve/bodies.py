@@ -64,8 +64,11 @@ def _unpacker(encoding: str) -> Callable[[bytes], bytes]:
     """Return what undoes a Content-Encoding; RequestError 415 if nothing does here."""
     if encoding == "identity":
         return bytes
-    if encoding in ("gzip", "x-gzip", "deflate"):
-        return lambda raw: _unpacked(raw, _zlib(encoding, raw))
+    if encoding in ("gzip", "x-gzip"):
+        return lambda raw: _unpacked(raw, compression_utils.ZLibDecompressor("gzip"))
+    if encoding == "deflate":  # some clients leave out the header that it should have
+        return lambda raw: _unpacked(raw, compression_utils.ZLibDecompressor(
+            "deflate", suppress_deflate_header=bool(raw) and raw[0] & 15 != 8))  # fmt: skip
     if encoding == "br" and compression_utils.HAS_BROTLI:
         return lambda raw: _unpacked(raw, compression_utils.BrotliDecompressor())
     if encoding == "zstd" and compression_utils.HAS_ZSTD:
@@ -74,13 +77,6 @@ def _unpacker(encoding: str) -> Callable[[bytes], bytes]:
     if encoding in ("br", "zstd"):
         wrong = f"{encoding} needs a library that is not installed here: pip install 'minispec[compression]'"
     raise RequestError(f"Content-Encoding {wrong}", None, 415, "unsupported_encoding")
-
-
-def _zlib(encoding: str, raw: bytes) -> compression_utils.ZLibDecompressor:
-    """Return what undoes gzip or deflate; some clients send deflate without the header that it should have."""
-    if encoding != "deflate":
-        return compression_utils.ZLibDecompressor("gzip")
-    return compression_utils.ZLibDecompressor("deflate", suppress_deflate_header=bool(raw) and raw[0] & 15 != 8)
 
 
 def _unpacked(raw: bytes, stream: Any) -> bytes:

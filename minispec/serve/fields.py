@@ -16,7 +16,7 @@ import functools
 import json
 import logging
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
 from pydantic import (
@@ -68,16 +68,12 @@ def told_apart(allowed: str, **members: Any) -> Any:
     lists: dict[type, str] = {str: "texts", list: "rows", dict: "objects"}
     of_empty = next((name for name in members if name not in scalars.values()), "")
 
-    def tag(value: Any) -> str | None:
+    def name_of(value: Any) -> str | None:
         if isinstance(value, list):
-            name = lists.get(type(value[0]), "ids") if value else of_empty
-        else:
-            name = scalars.get(type(value), "")
-        return f"<{name}>" if name in members else None
+            return lists.get(type(value[0]), "ids") if value else of_empty
+        return scalars.get(type(value))
 
-    tagged = [Annotated[kind, Tag(f"<{name}>")] for name, kind in members.items()]
-    union = functools.reduce(operator.or_, tagged)
-    return Annotated[union, Discriminator(tag, custom_error_type="allowed", custom_error_message=allowed)]
+    return _union(allowed, members, name_of)
 
 
 def of_type(allowed: str, *kinds: Any, other: Any = None) -> Any:
@@ -85,19 +81,23 @@ def of_type(allowed: str, *kinds: Any, other: Any = None) -> Any:
 
     An object without a type is of the kind whose type may be None; one whose type no kind has is an `other`.
     """
-    tags: dict[Any, str] = {
-        name: f"<{kind.__name__}>" for kind in kinds for name in _literals(kind.model_fields["type"].annotation)
-    }
+    names = {name: kind.__name__ for kind in kinds for name in _literals(kind.model_fields["type"].annotation)}
 
-    def tag(value: Any) -> str | None:
+    def name_of(value: Any) -> str | None:
         given = value.get("type") if isinstance(value, dict) else getattr(value, "type", 0)
         if not isinstance(given, str | None):
             return None
-        return tags.get(given, f"<{other.__name__}>" if other and given else None)
+        return names.get(given, other.__name__ if other and given else None)
 
-    tagged = [Annotated[kind, Tag(f"<{kind.__name__}>")] for kind in (*kinds, other) if kind]
-    union = functools.reduce(operator.or_, tagged)
-    return Annotated[union, Discriminator(tag, custom_error_type="allowed", custom_error_message=allowed)]
+    return _union(allowed, {kind.__name__: kind for kind in (*kinds, other) if kind}, name_of)
+
+
+def _union(allowed: str, members: Mapping[str, Any], name_of: Callable[[Any], str | None]) -> Any:
+    """Return a union whose members are told apart by `name_of`; tags in brackets are no part of an error's path."""
+    tagged = [Annotated[kind, Tag(f"<{name}>")] for name, kind in members.items()]
+    tag = lambda value: f"<{name}>" if (name := name_of(value)) in members else None  # noqa: E731
+    return Annotated[functools.reduce(operator.or_, tagged), Discriminator(
+        tag, custom_error_type="allowed", custom_error_message=allowed)]  # fmt: skip
 
 
 def _literals(annotation: Any) -> list[str | None]:
@@ -216,12 +216,14 @@ IDLE: dict[str, tuple[Any, ...]] = {
 
 IGNORED = {  # why no answer depends on it -> fields
     "it is a hint of which no model here knows": "verbosity",
-    "the client has the whole conversation, and cuts it itself": "context_management",
+    "the client has the whole conversation, and cuts it itself": "context_management compaction",
+    "it concerns Anthropic's own service": """inference_geo user_profile_id workspace_id diagnostics betas fallbacks
+        fallback_credit_token billing_policy thread""",
     "it is for the caller's own books": "user metadata safety_identifier custom_labels conversation_id routing_key",
     "who may ask is a matter of keys": "access_programs",
     "it bounds tools that the server would run, and there are none": "max_tool_calls",
     "of /generate and responses the last event always has the usage": "stream_options",
-    "the prefix cache works by itself": "prompt_cache_key prompt_cache_options prompt_cache_retention",
+    "the prefix cache works by itself": "cache_control prompt_cache_key prompt_cache_options prompt_cache_retention",
     "text is never logged": "no_logs log_metrics",
     "only a chat may have its reasoning in another way": "separate_reasoning stream_reasoning include_reasoning",
     "only chats and responses have tool calls": "parallel_tool_calls",
@@ -332,7 +334,7 @@ class Constrained(Fields):
 
 
 class StructuredOutputs(Fields):
-    """The object `structured_outputs`, vLLM's; exactly one of its first six fields must be given."""
+    """The object `structured_outputs`, vLLM's; exactly one of its first six fields must ask for something."""
 
     json_: SchemaForm | None = Field(None, alias="json", description=OF_SCHEMA)  # pydantic's models have a method json
     regex: Text = does(OF_REGEX)
@@ -343,19 +345,6 @@ class StructuredOutputs(Fields):
     whitespace_pattern: Text = does(BETWEEN)
     disable_any_whitespace: Flag = does("true: nothing may stand between two tokens of JSON")
     disable_additional_properties: Flag = does("ignored: objects that name properties have no others anyway")
-
-    def given(self) -> dict[str, Any]:
-        """Return what asks for something, by the names that vLLM has: one item."""
-        wishes = {"json": self.json_, "regex": self.regex, "choice": self.choice, "grammar": self.grammar,
-                  "json_object": self.json_object, "structural_tag": self.structural_tag}  # fmt: skip
-        return {name: value for name, value in wishes.items() if value not in (None, "", [], False)}
-
-    @model_validator(mode="after")
-    def _one(self) -> StructuredOutputs:
-        if len(self.given()) != 1:
-            raise PydanticCustomError("allowed", "an object with exactly one of json, regex, choice, grammar, "
-                                      "json_object and structural_tag")  # fmt: skip
-        return self
 
 
 class ResponseFormat(Fields):
@@ -426,13 +415,7 @@ Choice = told_apart(
         "Allowed", type=Literal["allowed_tools"], allowed_tools=shape(
             "AllowedTools", mode=Literal["auto", "required"], tools=OfTools[Named]))))  # fmt: skip
 Thinking = shape("Thinking", type=Literal["enabled", "disabled", "adaptive"], budget_tokens=Integer)
-
-
-class Prediction(Fields):
-    """What the answer is expected to be like."""
-
-    type: Literal["content"]
-    content: Content
+Prediction = shape("Prediction", type=Literal["content"], content=Content)
 
 
 class Message(Fields):
@@ -722,6 +705,7 @@ class InternalState(Fields):
     server_args: ServerArgs = Field(description="flags to change while the server runs")
 
 
+@functools.cache
 def acting(kind: type[Fields]) -> dict[str, FieldInfo]:
     """Return the fields of a model that act, and so are in none of the tables or are switched on."""
     return {

@@ -7,14 +7,13 @@ thread may ask.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minispec.config import Config
-from minispec.request import Limits, Request, SamplingParams
+from minispec.request import Limits, Request
 
 if TYPE_CHECKING:
     from minispec.llm import LLM
@@ -52,6 +51,8 @@ class Front(NamedTuple):
 
 def front_of(llm: LLM, config: Config) -> Front:
     """Return the front in front of an engine in this process."""
+    from minispec.load.weights import sampling_defaults  # here, since the server listens before torch is imported
+
     scheduler, engine = llm.scheduler, llm.scheduler.engine
     weight = engine.model.norm.weight
     facts = Facts(scheduler.limits, scheduler.sizes.max_running, scheduler.sizes.nodes, scheduler.kv.page_size,
@@ -63,35 +64,16 @@ def front_of(llm: LLM, config: Config) -> Front:
         llm.corpora.check(request.params)
         engine.asked.prepare(request)
 
-    return Front(llm.folder, llm.tokenizer, facts, prepare, _read_defaults(config, llm.folder))
+    return Front(llm.folder, llm.tokenizer, facts, prepare, sampling_defaults(config, llm.folder))
 
 
 def front_for(facts: Facts, config: Config) -> Front:
     """Return the front in front of an engine elsewhere; reads the tokenizer, so it takes a second."""
     from minispec.asked.grammar import Grammars  # here, since the server listens before torch is imported
     from minispec.load.build import choose_folder, choose_tokenizer
+    from minispec.load.weights import sampling_defaults
 
     folder, limits = choose_folder(config, logger.info), facts.limits
     tokenizer = choose_tokenizer(config, folder, limits.vocab_size)
     grammars = Grammars(tokenizer.backend, limits.vocab_size, limits.eos_ids)
-    return Front(folder, tokenizer, facts, grammars.prepare, _read_defaults(config, folder))
-
-
-def _read_defaults(config: Config, folder: Path) -> dict[str, Any]:
-    """Return the sampling values of generation_config.json; none if it is not to be read, or not there, or wrong."""
-    if config.sampling_defaults != "model":
-        return {}
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    try:
-        given = json.loads((folder / "generation_config.json").read_text("utf-8"))
-        found = {name: given[name] for name in names if given.get(name) is not None}
-        if found.get("top_k") == 0:  # transformers' way to say: the whole vocabulary
-            found["top_k"] = -1
-        SamplingParams(**found)  # checks the ranges
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:  # RequestError is a ValueError
-        logger.warning("generation_config.json is not used: %s", error)
-        return {}
-    logger.info("sampling defaults of the model: %s", found or "none")
-    return found
+    return Front(folder, tokenizer, facts, grammars.prepare, sampling_defaults(config, folder))

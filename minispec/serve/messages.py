@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
+from minispec.replies.calls import read_arguments
 from minispec.request import Finish, RequestError, TooLong
 from minispec.serve import fields, parse
 from minispec.serve.message import Block, Change
-from minispec.serve.reply import EventReply
-from minispec.serve.tools import read_arguments
+from minispec.serve.reply import ERROR_TYPES, EventReply
 
-_ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
-           429: "rate_limit_error", 503: "overloaded_error"}  # fmt: skip
+_ERRORS = {**ERROR_TYPES, 413: "request_too_large", 503: "overloaded_error"}
 
 
 def parse_message(body: Mapping[str, Any], defaults: Mapping[str, Any], counted: bool = False) -> parse.Job:
@@ -38,9 +37,10 @@ def parse_message(body: Mapping[str, Any], defaults: Mapping[str, Any], counted:
                            "tool_choice")  # fmt: skip
     messages = [turn for i, turn in enumerate(asked.messages) for turn in _turns(turn, f"messages[{i}]")]
     if asked.system:
-        messages.insert(0, {"role": "system", "content": parse.text_of(asked.system)})
+        messages.insert(0, parse.turn("system", asked.system))
     return parse.job_of(parse.Conversation(
-        "message", messages, "messages", _tools(asked), parse.Pick(choice and choice.type, choice and choice.name),
+        "message", messages, "messages", parse.tools_of(asked.tools or ()),
+        parse.Pick(choice and choice.type, choice and choice.name),
         not (choice and choice.disable_parallel_tool_use),
         [form for where, given in forms for form in parse.schema_form(f"{where}.schema", given.type, given.schema_)],
         parse.variables(asked, effort=config and config.effort),
@@ -48,44 +48,28 @@ def parse_message(body: Mapping[str, Any], defaults: Mapping[str, Any], counted:
     ), asked, defaults)  # fmt: skip
 
 
-def _tools(asked: Any) -> list[parse.Tool]:
-    """Return the tools that the client runs; of the others, which have no schema, the log has a line."""
-    tools = []
-    for tool in asked.tools or []:
-        if isinstance(tool, fields.ClientTool):
-            tools.append(parse.Tool(tool.name, tool.description, tool.input_schema))
-        else:
-            parse.leave_out(tool.type)
-    return tools
-
-
 def _turns(turn: Any, where: str) -> list[dict[str, Any]]:
     """Return a message as a chat's: results of tools in it are messages of their own; `where` names it in errors."""
     if isinstance(turn.content, str):
-        return [{"role": turn.role, "content": turn.content}]
+        return [parse.turn(turn.role, turn.content)]
     turns: list[dict[str, Any]] = []
-    said: dict[str, list[Any]] = {"text": [], "thinking": [], "calls": []}
+    said: list[Any] = []
+    calls: list[dict[str, Any]] = []
     for i, block in enumerate(turn.content):
+        of = {"tool_result": "user", "tool_use": "assistant", "thinking": "assistant"}.get(block.type, turn.role)
+        if of != turn.role:
+            raise RequestError(f"{where}.content[{i}] must be no {block.type} in a message of role {turn.role}",
+                               "messages")  # fmt: skip
         if isinstance(block, fields.UnservedBlock):
             parse.leave_out(block.type)
         elif isinstance(block, fields.ToolResult):
-            content = parse.text_of(block.content)
-            turns.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
+            turns.append(parse.turn("tool", block.content, tool_call_id=block.tool_use_id))
         elif isinstance(block, fields.ToolUse):
-            said["calls"].append(parse.made_call(block.id, block.name, block.input))
+            calls.append(parse.made_call(block.id, block.name, block.input))
         else:
-            said["thinking" if block.type == "thinking" else "text"].append(block)
-        if turn.role != ("assistant" if isinstance(block, fields.ToolUse | fields.ThinkingPart) else
-                         "user" if isinstance(block, fields.ToolResult) else turn.role):  # fmt: skip
-            raise RequestError(f"{where}.content[{i}] must be no {block.type} in a message of role {turn.role}",
-                               "messages")  # fmt: skip
-    if said["text"] or said["calls"] or said["thinking"] or not turns:
-        own: dict[str, Any] = {"role": turn.role, "content": parse.text_of(said["text"])}
-        if said["thinking"]:
-            own["reasoning_content"] = "\n".join(block.thinking for block in said["thinking"])
-        if said["calls"]:
-            own["tool_calls"] = said["calls"]
-        turns.append(own)
+            said.append(block)
+    if said or calls or not turns:
+        turns.append(parse.turn(turn.role, said, calls=calls))
     return turns
 
 
@@ -147,11 +131,9 @@ class MessageReply(EventReply):
     def told(self, change: Change) -> list[dict[str, Any]]:
         """Return the events about a change of a block."""
         block, place = change.block, {"index": change.block.number}
-        empty, kind, field = KINDS[block.kind]
+        _, kind, field = KINDS[block.kind]
         if change.what == "begin":
-            if block.kind == "call":
-                empty = {**empty, "id": f"toolu_{block.id[:24]}", "name": block.name, "input": {}}
-            return [{"type": "content_block_start", **place, "content_block": empty}]
+            return [{"type": "content_block_start", **place, "content_block": _block(block, begun=True)}]
         deltas = [{"type": kind, field: change.text}] if change.what == "grow" else []
         if change.what == "end" and block.kind == "reasoning":
             deltas = [{"type": "signature_delta", "signature": block.id}]
@@ -165,10 +147,11 @@ class MessageReply(EventReply):
                 "stop_reason": reason, "stop_sequence": matched, "usage": self.usage()}  # fmt: skip
 
 
-def _block(block: Block) -> dict[str, Any]:
-    """Return a block as the whole answer has it; the arguments of a call that was cut as far as they came."""
+def _block(block: Block, begun: bool = False) -> dict[str, Any]:
+    """Return a block of the answer; one that has just begun has no text. A call that was cut has what came of it."""
     empty, _, field = KINDS[block.kind]
     if block.kind == "call":
-        return {**empty, "id": f"toolu_{block.id[:24]}", "name": block.name, "input": read_arguments(block.text)}
+        given = {} if begun else read_arguments(block.text)
+        return {**empty, "id": f"toolu_{block.id[:24]}", "name": block.name, "input": given}
     signed = {"signature": block.id} if block.kind == "reasoning" else {}
-    return {**empty, field: block.text, **signed}
+    return empty if begun else {**empty, field: block.text, **signed}

@@ -11,6 +11,7 @@ back; `request.py` for the sampling parameters.
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import functools
 import json
@@ -18,11 +19,17 @@ import logging
 import math
 import re
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
-from minispec.load.chat_templates import WITH_TOOLS
+from pydantic_core import from_json
+
+from minispec.load.chat_templates import RESERVED, WITH_TOOLS
+from minispec.replies.calls import MAX_DEPTH
+from minispec.replies.constraint import call_or_form, constraint
+from minispec.replies.formats import PLAIN_FORMATS, Formats
 from minispec.request import (
     Grammar,
     Logprobs,
@@ -38,8 +45,7 @@ from minispec.request import (
 from minispec.serve import fields
 from minispec.serve.fields import read
 from minispec.serve.logprobs import Report
-from minispec.serve.message import PLAIN_FORMATS, Formats, Message, Wish
-from minispec.serve.tools import MAX_DEPTH, call_or_form, constraint, no_number
+from minispec.serve.message import Message, Wish
 
 if TYPE_CHECKING:
     from minispec.load.tokenizer import Tokenizer
@@ -51,17 +57,13 @@ Dialect = Literal["chat", "response", "message", "completion", "generate"]
 PREFIXES = {"chat": "chatcmpl-", "response": "resp_", "message": "msg_", "completion": "cmpl-"}  # of ids
 HIDES, DEMANDS = {"none"}, {"required", "any"}  # choices of tools, as the dialects call them
 Prompt = str | list[int] | list[dict]  # text, token ids, or chat messages
+OF_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 T = TypeVar("T")
-Form = tuple[str, str, Any]  # a field that constrains, the kind of grammar, and its rule: None where it asks nothing
+Sampled = tuple[SamplingParams, dict[str, str]]  # and `Job.names`, which has max_new_tokens if the client set it
+Form = tuple[str, str, Any]  # a field that constrains, the kind of grammar, and its rule
+KINDS = {"json_schema": "json_schema", "json": "json_schema", "json_object": "json_schema", "regex": "regex",
+         "ebnf": "ebnf", "grammar": "ebnf", "structural_tag": "structural_tag", "choice": "lark"}  # of grammars
 SAMPLED = {field.name for field in dataclasses.fields(SamplingParams)} - {"grammar", "logprobs"}  # plain values
-
-# Names the template's own machinery uses: a client may not set them.
-_TEMPLATE_NAMES = frozenset(
-    """messages tools documents conversation chat_template template add_generation_prompt continue_final_message
-    tokenize padding truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs
-    raise_exception strftime_now bos_token eos_token unk_token pad_token loop range dict lipsum cycler joiner
-    namespace self caller varargs kwargs""".split()
-)
 
 
 # ---- JSON ------------------------------------------------------------------------------------------------------------
@@ -70,51 +72,26 @@ _TEMPLATE_NAMES = frozenset(
 def parse_json(body: bytes) -> dict[str, Any]:
     """Parse a request body strictly; RequestError 400 for anything but an object of finite, encodable values."""
     try:
-        value = json.loads(body.decode("utf-8-sig"), parse_constant=no_number, parse_float=_finite, parse_int=_bounded)
+        value = from_json(body.removeprefix(codecs.BOM_UTF8), allow_inf_nan=False)
         _check_values(value, 0)
-    except RecursionError:
-        raise RequestError(f"the body nests deeper than {MAX_DEPTH} levels") from None
-    except ValueError as error:  # JSONDecodeError and UnicodeError are ValueErrors
+    except ValueError as error:
         raise RequestError(f"the body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise RequestError(f"the body must be a JSON object, got {short(value)}")
     return value
 
 
-def read_object(text: str, demand: str, param: str) -> dict[str, Any]:
-    """Return the object whose JSON is `text`, a part of the field `param`; an error begins with `demand`."""
-    try:
-        return parse_json(text.encode("utf-8"))
-    except RequestError as error:
-        raise RequestError(f"{demand} the text of a JSON object: {error.message}", param) from None
-
-
-def _finite(literal: str) -> float:
-    if not math.isfinite(value := float(literal)):
-        raise ValueError(f"the number {literal[:40]} is too large")
-    return value
-
-
-def _bounded(literal: str) -> int:
-    if len(literal) > 20 or not -(2**63) <= (value := int(literal)) < 2**64:
-        raise ValueError(f"the integer {literal[:40]} does not fit 64 bits")
-    return value
-
-
 def _check_values(value: Any, depth: int) -> None:
-    """Raise for nesting beyond MAX_DEPTH and for strings that are not Unicode text (lone surrogates)."""
+    """Raise ValueError for nesting beyond MAX_DEPTH, and for numbers of more than 64 bits."""
     if depth > MAX_DEPTH:
-        raise RecursionError
-    if isinstance(value, str):
-        value.encode("utf-8")
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            key.encode("utf-8")
+        raise ValueError(f"it nests deeper than {MAX_DEPTH} levels")
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
             _check_values(item, depth + 1)
-    elif isinstance(value, list):
-        for item in value:
-            if not isinstance(item, int):
-                _check_values(item, depth + 1)
+    elif isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise ValueError(f"the integer {short(value)} does not fit 64 bits")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("a number is too large")
 
 
 def dump(value: Any) -> bytes:
@@ -143,7 +120,24 @@ class Tool(NamedTuple):
 
 def joined(tool: Any) -> str:
     """Return the model's name for a tool, or for the tool that a call or a choice names."""
+    tool = getattr(tool, "function", tool)
     return f"{tool.namespace}__{tool.name}" if getattr(tool, "namespace", None) else str(tool.name)
+
+
+def tools_of(offered: Iterable[Any], namespace: str | None = None) -> list[Tool]:
+    """Return the tools that the client runs; of the others the log has a line."""
+    tools: list[Tool] = []
+    for tool in offered:
+        if isinstance(tool, fields.Namespace):
+            tools += tools_of(tool.tools, tool.name)
+        elif isinstance(tool, fields.Unserved):
+            leave_out(tool.type)
+        elif free := isinstance(tool, fields.CustomTool):
+            tools.append(Tool(tool.name, tool.description, OF_TEXT, namespace, free))
+        else:
+            schema = tool.input_schema if isinstance(tool, fields.ClientTool) else tool.parameters
+            tools.append(Tool(tool.name, tool.description, schema, namespace))
+    return tools
 
 
 class Pick(NamedTuple):
@@ -152,6 +146,16 @@ class Pick(NamedTuple):
     mode: str | None = None  # the client's word; "required" and "any" demand a call, "none" forbids it
     only: str | None = None  # the one tool that must be called
     allowed: Sequence[str] | None = None  # the others are hidden; None: none is
+
+
+def pick_of(choice: Any) -> Pick:
+    """Return a choice of tools; of those that are allowed, the ones that are not served do not count."""
+    if choice is None or isinstance(choice, str):
+        return Pick(choice)
+    if isinstance(choice, fields.Named | fields.NamedTool):
+        return Pick(only=joined(choice))
+    allowed = getattr(choice, "allowed_tools", choice)
+    return Pick(allowed.mode, allowed=[joined(tool) for tool in allowed.tools if not isinstance(tool, fields.Unserved)])
 
 
 @dataclass(frozen=True)
@@ -167,6 +171,8 @@ class Conversation:
     forms: Sequence[Form] = ()  # what the answer's text must be, beside the fields of `Constrained`
     variables: Mapping[str, Any] = field(default_factory=dict)  # for the chat template
     continued: bool = False  # whether the answer continues the last message
+    generates: bool = True  # whether the template begins a new message, unless the last is continued
+    thoughts: Mapping[str, bool] = field(default_factory=dict)  # what `Wish` says of reasoning, where not as usual
 
     def wish(self) -> Wish:
         """Return what the answer may call; RequestError 400 where tools and choice do not fit together."""
@@ -182,7 +188,7 @@ class Conversation:
         if must and not shown:
             raise RequestError(f"tool_choice must be none or auto where there are no tools, got {mode!r}",
                                "tool_choice")  # fmt: skip
-        return Wish(tuple(tool.shown for tool in shown), must, only, self.parallel)
+        return Wish(tuple(tool.shown for tool in shown), must, only, self.parallel, **self.thoughts)
 
 
 @dataclass(frozen=True)
@@ -223,37 +229,29 @@ class Job:
 def parse_chat(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Job:
     """Return the job of a /v1/chat/completions body; `defaults` are the sampling values of the model, if used."""
     asked: Any = read(fields.Chat, body)
-    continued, choice = asked.continue_final_message is True, asked.tool_choice
-    if isinstance(choice, fields.Named):
-        pick = Pick(only=choice.function.name)
-    elif choice is None or isinstance(choice, str):
-        pick = Pick(choice)
-    else:
-        pick = Pick(choice.allowed_tools.mode, allowed=[tool.function.name for tool in choice.allowed_tools.tools])
-    told = Conversation(
-        "chat", _messages(asked.messages), "messages",
-        [Tool(f.name, f.description, f.parameters) for f in (tool.function for tool in asked.tools or [])], pick,
-        asked.parallel_tool_calls is not False, _response_format(asked),
-        variables(asked, effort=asked.reasoning_effort, thinks=asked.enable_thinking), continued)  # fmt: skip
-    if continued and told.messages[-1]["role"] != "assistant":
+    continued = asked.continue_final_message is True
+    messages = messages_of(asked.messages)
+    if continued and messages[-1]["role"] != "assistant":
         raise RequestError("continue_final_message needs a last message of role assistant", "continue_final_message")
     top = (asked.top_logprobs or 0) if asked.logprobs is True else None
     if top is None and asked.top_logprobs:
         raise RequestError(f"top_logprobs must be left out unless logprobs is true, got {asked.top_logprobs}",
                            "top_logprobs")  # fmt: skip
-    job = job_of(told, asked, {**defaults, "logprobs": None if top is None else Logprobs(top=top)})
-    generation = {"add_generation_prompt": asked.add_generation_prompt is not False and not continued}
-    wish = replace(
-        job.wish, separate=job.wish.separate and asked.separate_reasoning is not False,
-        stream_reasoning=asked.stream_reasoning is not False, include_reasoning=asked.include_reasoning is not False,
-    )  # fmt: skip
-    report = Report(top, as_ids=asked.return_tokens_as_token_ids is True)
-    return replace(job, chat=job.chat | generation, wish=wish, report=report,
-                   prediction=text_of(asked.prediction.content) if asked.prediction else None)  # fmt: skip
+    told = Conversation(
+        "chat", messages, "messages",
+        tools_of(tool.function for tool in asked.tools or []), pick_of(asked.tool_choice),
+        asked.parallel_tool_calls is not False, _response_format(asked),
+        variables(asked, effort=asked.reasoning_effort, thinks=asked.enable_thinking), continued,
+        asked.add_generation_prompt is not False,
+        {"separate": asked.separate_reasoning is not False, "stream_reasoning": asked.stream_reasoning is not False,
+         "include_reasoning": asked.include_reasoning is not False})  # fmt: skip
+    return job_of(told, asked, {**defaults, "logprobs": None if top is None else Logprobs(top=top)},
+                  report=Report(top, as_ids=asked.return_tokens_as_token_ids is True),
+                  prediction=text_of(asked.prediction.content) if asked.prediction else None)  # fmt: skip
 
 
-def job_of(told: Conversation, asked: Any, defaults: Mapping[str, Any]) -> Job:
-    """Return the job of a conversation; `asked`: the body as read, with its sampling fields.
+def job_of(told: Conversation, asked: Any, defaults: Mapping[str, Any], **own: Any) -> Job:
+    """Return the job of a conversation; `asked`: the body as read, with its sampling fields. own: fields of `Job`.
 
     A format is that of the text, so it is dropped where the answer must be a call; what constrains the whole answer may
     not be given there.
@@ -262,58 +260,25 @@ def job_of(told: Conversation, asked: Any, defaults: Mapping[str, Any]) -> Job:
     if wish.must and form is not None and form.origin not in {origin for origin, _, _ in told.forms}:
         raise RequestError(f"{form.origin} may not be given where tool_choice asks for a call", form.origin)
     values = {"max_new_tokens": None, **defaults, "grammar": None if wish.must else form}
-    job = _spelled_job(told.dialect, asked, [told.messages], values, told.where)
-    chat = {"add_generation_prompt": not told.continued, "continue_final_message": told.continued,
+    chat = {"add_generation_prompt": told.generates and not told.continued, "continue_final_message": told.continued,
             "template_kwargs": {**told.variables, **({"tools": list(wish.tools)} if wish.tools else {})}}  # fmt: skip
-    return replace(job, chat=chat, wish=wish, tools={joined(tool): tool for tool in told.tools})
+    return _job(told.dialect, asked, [told.messages], [_sampled(asked, values, told.where)], chat=chat, wish=wish,
+                tools={joined(tool): tool for tool in told.tools}, **own)  # fmt: skip
 
 
 def parse_completion(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Job:
     """Return the job of a /v1/completions body: a prompt of text or ids, or a list of such prompts."""
     asked = read(fields.Completion, body)
-    as_ids = asked.return_tokens_as_token_ids is True
-    report = Report(asked.logprobs, asked.prompt_logprobs, asked.echo is True, as_ids=as_ids)
+    prompts = _listed(asked.prompt)
+    report = Report(asked.logprobs, asked.prompt_logprobs, asked.echo is True,
+                    as_ids=asked.return_tokens_as_token_ids is True)  # fmt: skip
     start = 0 if report.prompt is not None or (report.echo and report.top is not None) else None
     counts = _given(asked, ("logprobs", "prompt_logprobs"))
     wishes = [_logprobs(name, top=count, start=start) for name, count in counts.items()]
     values = {**defaults, "max_new_tokens": 16, "logprobs": max(wishes, key=lambda wish: wish.top, default=None),
               "grammar": _grammar(asked, _response_format(asked))}  # fmt: skip
-    job = _spelled_job("completion", asked, _listed(asked.prompt), values, "prompt")
-    return replace(job, report=report, add_special_tokens=asked.add_special_tokens is not False)
-
-
-def _spelled_job(dialect: Dialect, asked: Any, prompts: list[Prompt], values: Mapping[str, Any], prompt: str) -> Job:
-    """Return the job of a body that has its sampling fields beside the others.
-
-    values: the parameters of what the client does not set. prompt: the field that has the prompts.
-    """
-    given, names = _sampling(asked)
-    names |= {"prompt": prompt, "messages": prompt, "max_tokens": names.get("max_new_tokens", "max_tokens")}
-    try:
-        params = SamplingParams(**{**values, **given})
-    except RequestError as error:
-        raise in_clients_words(error, names) from None
-    rid, count, n = asked.rid or getattr(asked, "request_id", None), len(prompts), asked.n or 1
-    options = asked.stream_options if isinstance(asked, fields.OpenAI) else None
-    return _job(
-        dialect, asked, prompts, [params] * count, n,
-        rids=_rids(rid, count, PREFIXES[dialect], n),
-        limited=["max_new_tokens" in names] * (count * n),
-        intervals=[asked.stream_interval] * (count * n),
-        stream_options=options or fields.StreamOptions(),
-        return_ids=asked.return_token_ids is True if isinstance(asked, fields.OpenAI) else False,
-        spec_details=asked.return_spec_tokens_details is True,
-        names=names,
-    )  # fmt: skip
-
-
-def _sampling(asked: Any) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the parameters that a body sets, and, where its client calls one otherwise, how."""
-    given, names = _given(asked, [name for name in SAMPLED if hasattr(asked, name)]), dict[str, str]()
-    for name, ours in fields.MEANS.items():
-        if (value := getattr(asked, name, None)) is not None:
-            given[ours], names[ours] = value, name
-    return given, names
+    return _job("completion", asked, prompts, [_sampled(asked, values, "prompt")] * len(prompts), report=report,
+                add_special_tokens=asked.add_special_tokens is not False)  # fmt: skip
 
 
 def parse_generate(body: Mapping[str, Any]) -> Job:
@@ -332,28 +297,51 @@ def parse_generate(body: Mapping[str, Any]) -> Job:
     counts = {wish.n or 1 for wish in wishes}
     if len(counts) > 1:
         raise RequestError(f"n must be the same for all prompts, got {sorted(counts)}", "n")
-    params, n = [SamplingParams(**_sampling(wish)[0], grammar=_grammar(wish)) for wish in wishes], counts.pop()
-    scored = [replace(p, logprobs=wish) for p, wish in zip(params, _native_wishes(asked, len(prompts)), strict=True)]
+    n = counts.pop()
+    sampled = [_sampled(wish, {"grammar": _grammar(wish), "logprobs": scores}, given[0])
+               for wish, scores in zip(wishes, _native_wishes(asked, len(prompts)), strict=True)]  # fmt: skip
     return _job(
-        "generate", asked, prompts, scored, n,
-        rids=_rids(asked.rid, len(prompts), "", n),
-        limited=_repeated([wish.max_new_tokens is not None for wish in wishes], n),
+        "generate", asked, prompts, sampled, n, report=Report(texts=asked.return_text_in_logprobs is True),
         intervals=_repeated([wish.stream_interval or asked.stream_interval for wish in wishes], n),
-        report=Report(texts=asked.return_text_in_logprobs is True),
-        batched=prompts is prompt or n > 1,
-        trace=asked.trace is True,
-        names={"prompt": given[0], "max_tokens": "max_new_tokens"},
+        batched=prompts is prompt or n > 1, trace=asked.trace is True,
     )  # fmt: skip
 
 
+def _sampled(asked: Any, values: Mapping[str, Any], prompt: str) -> Sampled:
+    """Return the parameters that a body sets, or `values` where it does not; `prompt`: the field with the prompts."""
+    given = _given(asked, [name for name in SAMPLED if hasattr(asked, name)])
+    names = {"prompt": prompt, "messages": prompt, **{name: name for name in given}}
+    for name, ours in fields.MEANS.items():
+        if (value := getattr(asked, name, None)) is not None:
+            given[ours], names[ours] = value, name
+    native = isinstance(asked, fields.NativeParams)
+    names["max_tokens"] = names.get("max_new_tokens", "max_new_tokens" if native else "max_tokens")
+    with in_clients_words(names):
+        return SamplingParams(**{**values, **given}), names
+
+
 def _job(
-    dialect: Dialect, asked: fields.Prompted, prompts: list[Prompt], params: list[SamplingParams], n: int, **own: Any
+    dialect: Dialect, asked: Any, prompts: list[Prompt], sampled: Sequence[Sampled], n: int | None = None, **own: Any
 ) -> Job:
-    """Return a job with what all dialects have in common; each of the n choices for a prompt has a seed of its own."""
-    seeded = [replace(p, sampling_seed=choice_seed(p.sampling_seed, choice)) for p in params for choice in range(n)]
+    """Return a job with what all dialects have in common; each of the n choices for a prompt has a seed of its own.
+
+    sampled: for each prompt. n: by default the body's. own: fields of `Job`.
+    """
+    n, rid = n or asked.n or 1, asked.rid
+    options: dict[str, Any] = {"intervals": [asked.stream_interval] * (len(prompts) * n)}
+    if isinstance(asked, fields.OpenAI):
+        rid = rid or asked.request_id
+        options |= {"stream_options": asked.stream_options or fields.StreamOptions(),
+                    "return_ids": asked.return_token_ids is True,
+                    "spec_details": asked.return_spec_tokens_details is True}  # fmt: skip
+    seeded = [replace(p, sampling_seed=choice_seed(p.sampling_seed, choice)) for p, _ in sampled for choice in range(n)]
     salts = [asked.cache_salt, asked.extra_key]  # told apart, so that no pair equals another
-    return Job(dialect, asked.model, _repeated(prompts, n), seeded, n=n, salt=json.dumps(salts) if any(salts) else "",
-               stream=asked.stream is True, truncate=asked.truncate_prompt_tokens, **own)  # fmt: skip
+    return Job(
+        dialect, asked.model, _repeated(prompts, n), seeded, _rids(rid, len(prompts), PREFIXES.get(dialect, ""), n),
+        _repeated(["max_new_tokens" in names for _, names in sampled], n), n=n,
+        salt=json.dumps(salts) if any(salts) else "", stream=asked.stream is True,
+        truncate=asked.truncate_prompt_tokens, names=sampled[0][1], **{**options, **own},
+    )  # fmt: skip
 
 
 def _rids(given: str | list[str] | None, prompts: int, prefix: str, n: int) -> list[str]:
@@ -382,58 +370,66 @@ def _listed(prompt: Any) -> list[Prompt]:
 # ---- what is sampled -------------------------------------------------------------------------------------------------
 
 
-def in_clients_words(error: RequestError, names: Mapping[str, str]) -> RequestError:
-    """Return an error about a field of ours, changed to be about the client's; `names` as in `Job.names`."""
-    message = error.message
-    for ours in set(names) & {*fields.MEANS.values(), "top_logprobs"}:
-        message = re.sub(rf"\b{ours}\b", names[ours], message)
-    error.message, error.args, error.param = message, (message,), names.get(error.param or "", error.param)
-    return error
+@contextmanager
+def in_clients_words(names: Mapping[str, str]) -> Iterator[None]:
+    """Within this, make an error about a field of ours one about the client's; `names` as in `Job.names`."""
+    try:
+        yield
+    except RequestError as error:
+        for ours in set(names) & {*fields.MEANS.values(), "top_logprobs"}:
+            error.message = re.sub(rf"\b{ours}\b", names[ours], error.message)
+        error.args, error.param = (error.message,), names.get(error.param or "", error.param)
+        raise
 
 
-def _grammar(asked: fields.Constrained, forms: Sequence[Form] = ()) -> Grammar | None:
+def _grammar(asked: Any, forms: Iterable[Form] = ()) -> Grammar | None:
     """Return what the client wants the output to be, if anything; RequestError if it wants several things.
 
     The same may be asked for twice: clients that do not know which vLLM they talk to use its older and newer fields.
     """
-    wishes = [(name, "ebnf" if name == "grammar" else name, getattr(asked, name))
-              for name in fields.Constrained.model_fields]  # fmt: skip
-    if isinstance(asked, fields.OpenAI):
-        wishes += _vllm_wishes(asked)
+    wishes = list(_wishes(asked))
+    if newer := asked.structured_outputs if isinstance(asked, fields.OpenAI) else None:
+        own = list(_wishes(newer, "structured_outputs"))
+        if len(own) != 1:
+            raise RequestError("structured_outputs must be an object with exactly one of json, regex, choice, grammar, "
+                               f"json_object and structural_tag, got {len(own)}", "structured_outputs")  # fmt: skip
+        wishes += own
     grammars = [Grammar(kind, rule if isinstance(rule, str) else dump(rule).decode(), origin)
-                for origin, kind, rule in (*wishes, *forms) if rule not in (None, "")]  # fmt: skip
+                for origin, kind, rule in (*wishes, *forms)]  # fmt: skip
     if len(set(grammars)) > 1:
         raise RequestError(f"at most one of {', '.join(grammar.origin for grammar in grammars)} may be given",
                            grammars[-1].origin)  # fmt: skip
     return grammars[0] if grammars else None
 
 
-def _vllm_wishes(asked: fields.OpenAI) -> list[Form]:
-    """Return what vLLM's fields ask for."""
-    forms = [(f"guided_{name}", name, getattr(asked, f"guided_{name}"), asked.guided_whitespace_pattern)
-             for name in ("json", "regex", "choice", "grammar")]  # fmt: skip
-    if (newer := asked.structured_outputs) is not None:
-        space = "" if newer.disable_any_whitespace else newer.whitespace_pattern
-        forms += [("structured_outputs", name, value, space) for name, value in newer.given().items()]
-    wishes: list[Form] = []
-    for field_name, name, value, space in forms:
-        if name == "choice":
-            texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in value or ())
-            wishes.append((field_name, "lark", f"start: CHOICE\nCHOICE: {texts}" if texts else None))
-        elif name in ("json", "json_object"):
-            schema = {"type": "object"} if name == "json_object" else value
-            wishes.append((field_name, "json_schema", _spaced(schema, space, field_name)))
-        else:
-            wishes.append((field_name, "ebnf" if name == "grammar" else name, value))
-    return wishes
+def _wishes(asked: Any, where: str | None = None) -> Iterator[Form]:
+    """Yield what the fields of a body, or of its object `where`, want the output to be."""
+    space = asked.guided_whitespace_pattern if isinstance(asked, fields.OpenAI) else None
+    if isinstance(asked, fields.StructuredOutputs):
+        space = "" if asked.disable_any_whitespace else asked.whitespace_pattern
+    body: Any = type(asked)
+    for name in fields.acting(body):
+        kind = KINDS.get(name.removeprefix("guided_"))
+        value = None if kind is None else getattr(asked, name if name != "json" else "json_")
+        if kind is None or value in (None, "", [], False):
+            continue
+        if kind == "lark":
+            value = "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in value)
+        elif kind == "json_schema":
+            value = _spaced({"type": "object"} if value is True else value, space, where or name)
+        yield where or name, kind, value
 
 
 def _spaced(schema: Any, pattern: str | None, field_name: str) -> Any:
     """Return a schema, or its text, with what may stand between tokens, unless `pattern` is None."""
-    if pattern is None or schema in (None, ""):
+    if pattern is None:
         return schema
     if isinstance(schema, str):
-        schema = read_object(schema, f"{field_name} must have", field_name)
+        try:
+            schema = parse_json(schema.encode("utf-8"))
+        except RequestError as error:
+            raise RequestError(f"{field_name} must have the text of a JSON object: {error.message}",
+                               field_name) from None  # fmt: skip
     return {"x-guidance": {"whitespace_pattern": pattern}, **schema}
 
 
@@ -462,10 +458,8 @@ def schema_form(where: str, kind: str, schema: Any) -> list[Form]:
 
 def _logprobs(counted: str, **wish: Any) -> Logprobs:
     """Return what is wished; an error about the number of likeliest tokens names the field `counted`."""
-    try:
+    with in_clients_words({"top_logprobs": counted}):
         return Logprobs(**wish)
-    except RequestError as error:
-        raise in_clients_words(error, {"top_logprobs": counted}) from None
 
 
 def _native_wishes(asked: fields.Generate, prompts: int) -> list[Logprobs | None]:
@@ -479,25 +473,16 @@ def _native_wishes(asked: fields.Generate, prompts: int) -> list[Logprobs | None
         each[name] = given if listed else [given] * prompts
         if len(each[name]) != prompts:
             raise RequestError(f"{name} has {len(each[name])} entries for {prompts} prompts", name)
-    wishes: list[Logprobs | None] = []
-    for wanted, start, top, ids in zip(*each.values(), strict=True):
-        first = None if start in (None, -1) else start
-        wish = _logprobs("top_logprobs_num", top=top or 0, ids=tuple(ids or ()), start=first)
-        wishes.append(wish if wanted else None)
-    return wishes
+    wishes = [_logprobs("top_logprobs_num", top=top or 0, ids=tuple(ids or ()), start=None if start == -1 else start)
+              for _, start, top, ids in zip(*each.values(), strict=True)]  # fmt: skip
+    return [wish if wanted else None for wanted, wish in zip(each["return_logprob"], wishes, strict=True)]
 
 
 # ---- chats -----------------------------------------------------------------------------------------------------------
 
 
-def conversation(asked: fields.Tokenize) -> list[dict[str, Any]] | None:
-    """Return the messages of a /tokenize body, None where it has a prompt; RequestError where it is not one of both."""
-    if (asked.messages is None) == (asked.prompt is None):
-        raise RequestError("exactly one of prompt and messages must be given", "prompt")
-    return None if asked.messages is None else _messages(asked.messages)
-
-
-def _messages(given: Sequence[fields.Message]) -> list[dict[str, Any]]:
+def messages_of(given: Sequence[fields.Message]) -> list[dict[str, Any]]:
+    """Return a chat's messages as chat templates know them."""
     return [_message(message, f"messages[{i}]") for i, message in enumerate(given)]
 
 
@@ -506,16 +491,20 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     role = "tool" if message.role == "function" else message.role
     if message.content is None and role not in ("assistant", "tool"):
         raise RequestError(f"{where}.content must be text or a list of text parts, got None", "messages")
-    clean = _given(message, ("name", "tool_call_id")) | {"role": role, "content": text_of(message.content)}
-    parts = message.content if isinstance(message.content, list) else []
-    thoughts = [message.reasoning_content or message.reasoning or ""]
-    thoughts += [part.thinking for part in parts if part.type == "thinking"]
-    if thought := "\n".join(filter(None, thoughts)):
-        clean["reasoning_content"] = thought
-    if message.tool_calls:
-        clean["tool_calls"] = [made_call(call.id, call.function.name, call.function.arguments)
-                               for call in message.tool_calls]  # fmt: skip
-    return clean
+    thoughts = [message.reasoning_content or message.reasoning]
+    calls = [made_call(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ()]
+    return turn(role, message.content, thoughts, calls, **_given(message, ("name", "tool_call_id")))
+
+
+def turn(
+    role: str, content: Any, thoughts: Iterable[str | None] = (), calls: Sequence[dict[str, Any]] = (), **own: str
+) -> dict[str, Any]:
+    """Return a message as chat templates know it; what it has none of is left out."""
+    said: dict[str, Any] = {**own, "role": role, "content": text_of(content)}
+    among = [part.thinking for part in content if part.type == "thinking"] if isinstance(content, list) else []
+    if thought := "\n".join(filter(None, (*thoughts, *among))):
+        said["reasoning_content"] = thought
+    return {**said, "tool_calls": calls} if calls else said
 
 
 def text_of(content: Any) -> str:
@@ -567,7 +556,7 @@ def variables(asked: Any, *, effort: str | None, thinks: bool | None = None) -> 
         raise RequestError(f"chat_template_kwargs must have at most 16 names, got {len(kwargs)}",
                            "chat_template_kwargs")  # fmt: skip
     for name, value in kwargs.items():
-        if not name.isidentifier() or name.startswith("_") or name in _TEMPLATE_NAMES:
+        if not name.isidentifier() or name.startswith("_") or name in RESERVED:
             raise RequestError(f"chat_template_kwargs may not set {short(name)}", "chat_template_kwargs")
         if not isinstance(value, (str, bool, int, float, type(None))) or (isinstance(value, str) and len(value) > 1000):
             raise RequestError(f"chat_template_kwargs.{name} must be a short string, a number, a bool or null",
@@ -588,11 +577,16 @@ def tokenize(
 
     longest: tokens of the longest possible prompt, to which a prompt is cut if the client wants it cut to what fits.
     """
-    _check_tools(job, tokenizer, formats)
     requests: list[Request] = []
     if job.prediction:
         check_size(job.prediction, context_length, "prediction")
     if job.wish.tools:
+        if tokenizer.chat.tool_template is None:
+            raise RequestError("tools: the chat template of this model has no place for them; start the server with "
+                               f"one that has, --chat-template FILE or {' or '.join(WITH_TOOLS)}", "tools")  # fmt: skip
+        if formats.calls is None:
+            raise RequestError("tools: the chat template does not show how the model writes a call; start the server "
+                               "with --tool-call-parser", "tools")  # fmt: skip
         check_size(list(job.wish.tools), context_length, "tools")
     for i, (params, rid, limited) in enumerate(zip(job.params, job.rids, job.limited, strict=True)):
         leader = requests[i - i % job.n] if i % job.n else None
@@ -628,16 +622,6 @@ def _prompt_ids(job: Job, i: int, tokenizer: Tokenizer, context_length: int, lon
         output = min(wanted, context_length // 2) if job.limited[i] and wanted is not None else 1
         return ids[-max(min(longest or context_length, context_length - output), 1) :]
     return ids if job.truncate is None else ids[-job.truncate :]
-
-
-def _check_tools(job: Job, tokenizer: Tokenizer, formats: Formats) -> None:
-    """Raise RequestError 400 for tools that the model cannot be shown, or whose calls could not be told from text."""
-    if job.wish.tools and tokenizer.chat.tool_template is None:
-        raise RequestError("tools: the chat template of this model has no place for them; start the server with one "
-                           f"that has, --chat-template FILE or {' or '.join(WITH_TOOLS)}", "tools")  # fmt: skip
-    if job.wish.tools and formats.calls is None:
-        raise RequestError("tools: the chat template does not show how the model writes a call; start the server with "
-                           "--tool-call-parser", "tools")  # fmt: skip
 
 
 def _prepare_answer(request: Request, job: Job, tokenizer: Tokenizer, formats: Formats) -> None:
@@ -680,10 +664,3 @@ def check_size(prompt: Prompt, context_length: int, param: str | None = None) ->
         raise TooLong(f"the {param or 'prompt'} has {size} bytes; at most {limit} are looked at with the model's "
                       f"context length ({context_length} tokens)", size // BYTES_PER_TOKEN, context_length,
                       param)  # fmt: skip
-
-
-def check_ids(rows: Iterable[Sequence[int]], vocab_size: int) -> None:
-    """Raise RequestError 400 where the `tokens` of a /detokenize body are not in the vocabulary."""
-    for token in (token for row in rows for token in row):
-        if not 0 <= token < vocab_size:
-            raise RequestError(f"tokens must be ids in [0, {vocab_size - 1}], got {token}", "tokens")

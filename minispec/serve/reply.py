@@ -6,26 +6,27 @@ Read next: `streams.py`, which sends these bytes; `message.py` for what a chat's
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from minispec.asked.answers import meta_info, spec_tokens_details
-from minispec.request import ABORT_WANTED, Finish, Request, RequestError, Trace, Update
+from minispec.asked.answers import Telling, meta_info, spec_tokens_details
+from minispec.replies.formats import PLAIN_FORMATS, Formats
+from minispec.request import ABORT_WANTED, Finish, Request, RequestError, Update
 from minispec.serve import logprobs
-from minispec.serve.message import PLAIN_FORMATS, Change, Formats, Message
+from minispec.serve.message import Change, Message
 from minispec.serve.parse import Job, dump
 
 if TYPE_CHECKING:
     from minispec.load.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
-_ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
     """Return OpenAI's error object, the body of every failure."""
-    kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
     return {"error": {"message": error.message[:2000], "type": kind, "param": error.param, "code": error.code}}
 
 
@@ -46,38 +47,6 @@ class Served:
     stream_interval: int = 1  # tokens between two events, where the request does not say
     cache_report: bool = False
     formats: Formats = PLAIN_FORMATS
-
-
-class Telling:
-    """What was told of one request's steps, to the client that asked to see them: the field `trace` of /generate.
-
-    An event of a stream tells of all tokens so far where each came from, as it gives all the text so far; but the steps
-    are many numbers, so each of them is told once, in the event that has its tokens.
-    """
-
-    def __init__(self, request: Request, piece: Callable[[int], str]) -> None:
-        """`piece` returns the text of a token alone."""
-        self.trace, self.piece = request.trace or Trace(), piece
-        self.origins: list[int] = []
-        self.told = 0  # steps
-
-    def upto(self, count: int) -> dict[str, Any]:
-        """Return the trace of the first `count` tokens, with the steps that were not told yet.
-
-        The engine may be ahead of this event, so a step whose tokens are not among those waits for the next.
-        """
-        self.origins += [0] * (count - len(self.origins))
-        steps = []
-        for step in self.trace.steps[self.told :]:
-            at, emitted = step["at"], step["emitted"]
-            if at + len(emitted) > count:
-                break
-            for depth in range(1, len(step["accepted"])):
-                self.origins[at + depth - 1] = depth
-            steps.append({**step, "texts": list(map(self.piece, step["tokens"])),
-                          "emitted_texts": list(map(self.piece, emitted))})  # fmt: skip
-        self.told += len(steps)
-        return {"origins": list(self.origins[:count]), "ends": self.trace.ends[:count], "steps": steps}
 
 
 class Reply:

@@ -11,17 +11,15 @@ Read next: `message.py`, which takes the text apart; `reply.py` for what all ans
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from minispec.replies.calls import read_arguments
 from minispec.request import RequestError
 from minispec.serve import fields, parse
 from minispec.serve.message import Block, Change
 from minispec.serve.reply import EventReply, error_body
-from minispec.serve.tools import read_arguments
-
-_OF_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
 def parse_response(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> parse.Job:
@@ -34,7 +32,7 @@ def parse_response(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> pars
     if asked.truncation == "auto":
         parse.leave_out("truncation auto: nothing is cut")
     job = parse.job_of(parse.Conversation(
-        "response", _messages(asked), "input", _tools(offered), _pick(asked.tool_choice),
+        "response", _messages(asked), "input", parse.tools_of(offered), parse.pick_of(asked.tool_choice),
         asked.parallel_tool_calls is not False,
         parse.schema_form("text.format.schema", form.type, form.schema_) if form else (),
         parse.variables(asked, effort=effort)), asked, defaults)  # fmt: skip
@@ -63,66 +61,33 @@ def _repeated(asked: Any, job: parse.Job) -> dict[str, Any]:
 
 def _messages(asked: Any) -> list[dict[str, Any]]:
     """Return instructions and input as a chat's messages: what the model made in one turn becomes one message."""
-    turns: list[dict[str, Any]] = []
-    if asked.instructions is not None:
-        turns.append({"role": "system", "content": asked.instructions})
+    turns = [] if asked.instructions is None else [parse.turn("system", asked.instructions)]
     thought = ""  # waits for the message that it led to
     for item in [asked.input] if isinstance(asked.input, str) else asked.input:
         if isinstance(item, fields.ReasoningItem):
             thought = parse.text_of(item.content or item.summary or [])
-            continue
-        if isinstance(item, fields.UnservedItem):
+        elif isinstance(item, fields.UnservedItem):
             parse.leave_out(item.type)
-            continue
-        if isinstance(item, fields.ToolsItem):
-            continue
-        turn = _turn(item)
-        if "tool_calls" in turn and not thought and turns and turns[-1]["role"] == "assistant":
-            turns[-1].setdefault("tool_calls", []).extend(turn["tool_calls"])
-            continue
-        if thought and turn["role"] == "assistant":
-            turn["reasoning_content"] = thought
-        thought = ""
-        turns.append(turn)
-    return turns or [{"role": "user", "content": ""}]
+        elif not isinstance(item, fields.ToolsItem):
+            turn = _turn(item, thought)
+            if "tool_calls" in turn and not thought and turns and turns[-1]["role"] == "assistant":
+                turns[-1].setdefault("tool_calls", []).extend(turn["tool_calls"])
+            else:
+                turns.append(turn)
+            thought = ""
+    return turns or [parse.turn("user", "")]
 
 
-def _turn(item: Any) -> dict[str, Any]:
-    """Return an item as a message of its own."""
+def _turn(item: Any, thought: str) -> dict[str, Any]:
+    """Return an item as a message of its own; `thought`: what led to it."""
     if isinstance(item, str):
-        return {"role": "user", "content": item}
+        return parse.turn("user", item)
     if isinstance(item, fields.OutputItem):
-        return {"role": "tool", "tool_call_id": item.call_id, "content": parse.text_of(item.output)}
+        return parse.turn("tool", item.output, tool_call_id=item.call_id)
     if isinstance(item, fields.MessageItem):
-        return {"role": item.role, "content": parse.text_of(item.content)}
+        return parse.turn(item.role, item.content, [thought] if item.role == "assistant" else ())
     arguments = {"input": item.input} if isinstance(item, fields.CustomCallItem) else item.arguments
-    call = parse.made_call(item.call_id, parse.joined(item), arguments)
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
-
-
-def _tools(offered: Iterable[Any], namespace: str | None = None) -> list[parse.Tool]:
-    """Return the tools that the client runs; of the others the log has a line."""
-    tools: list[parse.Tool] = []
-    for tool in offered:
-        if isinstance(tool, fields.Namespace):
-            tools += _tools(tool.tools, tool.name)
-        elif isinstance(tool, fields.CustomTool):
-            tools.append(parse.Tool(tool.name, tool.description, _OF_TEXT, namespace, free=True))
-        elif isinstance(tool, fields.FunctionTool):
-            tools.append(parse.Tool(tool.name, tool.description, tool.parameters, namespace))
-        else:
-            parse.leave_out(tool.type)
-    return tools
-
-
-def _pick(choice: Any) -> parse.Pick:
-    """Return the choice of tools; of those that are allowed, the ones that are not served do not count."""
-    if choice is None or isinstance(choice, str):
-        return parse.Pick(choice)
-    if isinstance(choice, fields.NamedTool):
-        return parse.Pick(only=parse.joined(choice))
-    served = [tool for tool in choice.tools if isinstance(tool, fields.NamedTool)]
-    return parse.Pick(choice.mode, allowed=list(map(parse.joined, served)))
+    return parse.turn("assistant", "", [thought], [parse.made_call(item.call_id, parse.joined(item), arguments)])
 
 
 # ---- the answer ------------------------------------------------------------------------------------------------------

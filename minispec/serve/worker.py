@@ -9,17 +9,16 @@ Read next: `server.py`, whose event loop is at the other end; `replica.py`, wher
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import queue
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 from minispec.config import Config
+from minispec.load.machine import uncollected
 from minispec.request import Finish, Request, RequestError, SamplingParams, Update, one_line
 from minispec.serve.front import Front, front_of
 from minispec.serve.info import QUESTIONS
@@ -41,28 +40,10 @@ def build_llm(config: Config, progress: Callable[[str], None]) -> LLM:
 
     On a CPU what is to be compiled is left to `Warming`, unless --wait-until-compiled is given.
     """
-    with _uncollected():
+    with uncollected():
         from minispec.llm import LLM
 
     return LLM(config=config, progress=progress, compile_later=True)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Within this, where torch is about to be imported, Python looks for no garbage, nor at what is made here later on.
-
-    Importing makes half a million objects. All of them stay, but each search for garbage would go through them: for a
-    second of the start, and in a pause of every request that runs into one.
-    """
-    if "torch" in sys.modules or not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-        gc.freeze()
-    finally:
-        gc.enable()
 
 
 def build_sealed_llm(config: Config, progress: Callable[[str], None]) -> LLM:

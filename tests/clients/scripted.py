@@ -37,6 +37,24 @@ def pieces(text: str, known: set[str]) -> list[str]:
     return found
 
 
+def llama(vocab_size: int, context: int, scripts: list[list[int]], weight: float) -> LlamaForCausalLM:
+    """Return a two-layer Llama in whose greedy text each id of a script follows the one before it; `weight`: how much
+    likelier than by its random layers."""
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=vocab_size, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=context, bos_token_id=1, eos_token_id=2,
+        tie_word_embeddings=False,
+    ))  # fmt: skip
+    with torch.no_grad():
+        embed = torch.nn.functional.normalize(torch.randn(vocab_size, 64), dim=-1)
+        model.model.embed_tokens.weight.copy_(embed)
+        model.lm_head.weight.zero_()
+        for ids in scripts:
+            for token, following in zip(ids, ids[1:], strict=False):
+                model.lm_head.weight[following] += weight * embed[token]
+    return model
+
+
 def write(folder: Path, call: str, answer: str) -> None:
     """Write the model's folder."""
     torch.manual_seed(0)
@@ -45,20 +63,8 @@ def write(folder: Path, call: str, answer: str) -> None:
     scripts = [[CALLS, *pieces(f"<tool_call>\n{call}\n</tool_call>", known)], [ANSWERS, *pieces(answer, known)]]
     for script in scripts:
         tokenizer.add_tokens(script)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=CONTEXT, bos_token_id=1, eos_token_id=2,
-        tie_word_embeddings=False,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        embed = torch.nn.functional.normalize(torch.randn(config.vocab_size, 64), dim=-1)
-        model.model.embed_tokens.weight.copy_(embed)
-        model.lm_head.weight.zero_()
-        for script in scripts:
-            ids = [*tokenizer.convert_tokens_to_ids(script), config.eos_token_id]
-            for token, following in zip(ids, ids[1:], strict=False):
-                model.lm_head.weight[following] += 3 * embed[token]
+    end = tokenizer.eos_token_id
+    model = llama(len(tokenizer), CONTEXT, [[*tokenizer.convert_tokens_to_ids(script), end] for script in scripts], 3)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "generation_config.json").write_text('{"temperature": 0}')

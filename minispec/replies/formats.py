@@ -3,7 +3,7 @@
 A model is trained on one way to write a call into its text, which its chat template shows. There are two here, and both
 spell a call as a JSON object. Reasoning stands between two tags.
 
-Read next: `serve/tools.py` and `serve/message.py`, which find these in a reply.
+Read next: `constraint.py`, the grammar of a call; `calls.py` and `thoughts.py`, which find these in a reply.
 """
 
 from __future__ import annotations
@@ -29,6 +29,15 @@ class ThoughtFormat(NamedTuple):
     end: str
     always: bool
 
+
+class Formats(NamedTuple):
+    """How the served model writes calls and reasoning; None where that is not known, and so not looked for."""
+
+    calls: CallFormat | None = None
+    thoughts: ThoughtFormat | None = None
+
+
+PLAIN_FORMATS = Formats()
 
 _HERMES = CallFormat("<tool_call>", "</tool_call>", "arguments", False, ("<tool_call>\n", "\n</tool_call>"), "\n")
 _LLAMA3 = CallFormat("<|python_tag|>", ";", "parameters", True, ("", ""), "; ")

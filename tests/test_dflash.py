@@ -507,8 +507,9 @@ def test_every_tree_is_the_heap_s(shape: tuple[int, int, int], temperature: floa
 def test_the_golden_tree() -> None:
     """Rows of a .6, b .4, and c .7, d .3: six paths in order, and what trees of four drafts and of two expect."""
     scores, tokens = torch.tensor([[[0.6, 0.4], [0.7, 0.3]]]).log(), torch.tensor([[[10, 11], [12, 13]]])
-    candidates = likeliest_paths(scores, tokens, 6)
-    order, root = candidates.scores[0].exp().sort(descending=True), torch.tensor([5])
+    root = torch.tensor([5])
+    candidates = likeliest_paths(root, 2, 6, lambda row, last: (scores[:, row, None], tokens[:, row, None]))
+    order = candidates.scores[0].exp().sort(descending=True)
     assert order.values.tolist() == pytest.approx([0.6, 0.42, 0.4, 0.28, 0.18, 0.12])
     assert [int(candidates.tokens[0, i]) for i in order.indices] == [10, 12, 11, 12, 13, 13]
     for nodes, expected in ((5, 1.70), (3, 1.02)):

@@ -113,4 +113,5 @@ class DSparkDrafter(DFlashDrafter):
         found = likeliest_paths(batch.root, step.depth, step.nodes - 1, children)
         # A path that goes on behind an unsure draft has the score -inf too.
         found = found._replace(tokens=found.tokens.masked_fill(found.scores.isinf(), PADDING))
-        return rerank(found, batch.root, step.nodes, batch.scores)
+        tree = rerank(found, batch.root, step.nodes, batch.scores)
+        return DraftTree(tree.tokens, tree.parents.masked_fill(tree.tokens == PADDING, 0))

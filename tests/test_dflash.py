@@ -137,7 +137,12 @@ class Reference:
 
     @torch.inference_mode()
     def logits(self, ids: list[int], block: int, ahead: int = 0) -> Tensor:
-        """Return the logits [block - 1, V] of the block after a text whose last token is the bonus.
+        """Return the logits [block - 1, V] of the block after a text; see `states`."""
+        return (self.states(ids, block, ahead) @ self.lm_head.T)[1:]
+
+    @torch.inference_mode()
+    def states(self, ids: list[int], block: int, ahead: int = 0) -> Tensor:
+        """Return the normed states [block, d] of the block after a text whose last token is the bonus.
 
         ahead: is added to every position.
         """
@@ -168,7 +173,7 @@ class Reference:
             for part in ("gate_proj", "up_proj", "down_proj"):
                 getattr(mlp, part).weight.copy_(self.w[f"layers.{i}.mlp.{part}.weight"])
             x = x + mlp(self.norm(f"layers.{i}.post_attention_layernorm", x))
-        return (self.norm("norm", x) @ self.lm_head.T)[1:]
+        return self.norm("norm", x)
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ KEYS = frozenset("""
     num_anchors max_anchors confidence_head_alpha ce_loss_alpha l1_loss_alpha loss_decay_gamma
     """.split())  # fmt: skip
 FIXED = {"projector_type": "dspark", "attention_mode": "gqa"}  # keys of SpecForge's whose other values are refused
-MARKOV, CONFIDENCE = "markov_head.markov_w1.weight", "confidence_head.proj.weight"
+CONFIDENCE = "confidence_head.proj.weight"
 
 
 def read_dspark(folder: Path, target: ModelConfig, load_format: str = "auto") -> heads.Published:
@@ -63,9 +63,9 @@ def read_dspark(folder: Path, target: ModelConfig, load_format: str = "auto") ->
     exported = "transformer_layer_config" in whole or "aux_hidden_state_layer_ids" in whole  # by speculators
     from_anchor = key.flag("sample_from_anchor", not exported)
     tensors = dict(read_weights(folder, load_format))
-    markov, confidence = tensors.get(MARKOV), tensors.get(CONFIDENCE)
+    markov, confidence = tensors.get(heads.BEFORE), tensors.get(CONFIDENCE)
     if markov is None or markov.dim() != 2:
-        raise ModelError(f"missing tensors: {MARKOV}, a matrix")
+        raise ModelError(f"missing tensors: {heads.BEFORE}, a matrix")
     if confidence is not None:
         tensors.setdefault("confidence_head.proj.bias", torch.zeros(1))
     body = {**whole, "block_size": key.whole("block_size", 1, default=None) or BLOCK_SIZE}

@@ -66,7 +66,8 @@ DSPARK_MODELS = ("Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator")  # 
 LAYER_NAMES = {EagleHead.name: ("layers.0.",), Eagle3Head.name: ("midlayer.", "layers.0."),
                MtpHead.name: ("mtp_layers.0.",)}  # fmt: skip
 
-PAIRS = "markov_head.markov_w2.weight"  # of a DSpark network, whose rows are those of its LM head
+# The Markov head of a DSpark network: a row for each token of the target, and one for each row of its LM head.
+BEFORE, PAIRS = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 TAPS = "eagle_aux_hidden_state_layer_ids"
 Stated = Mapping[str, Any]  # a config.json as `read_config` returns it
 Tensors = dict[str, Tensor]  # by the file's names, without `model.` in front

@@ -19,8 +19,9 @@ import torch
 from conformance import truth
 from exactness import CPU, VOCAB, build, mixed_requests, request, run
 from test_beam import paths, record
-from test_dflash import LAYERS, MASK, MODEL, D, Reference, stated, tensors, write
+from test_dflash import LAYERS, MASK, MODEL, SIZE, D, Reference, stated, tensors, write
 from torch import Tensor
+from transformers import Qwen3Config
 
 from minispec.attention import Plan
 from minispec.config import Config
@@ -352,6 +353,27 @@ def test_copies_of_the_target_s_embedding_and_lm_head_are_dropped_and_others_are
     slow.block.lm_head = own["lm_head.weight"]
     assert load_dspark(path).lm_head is not None
     assert_trees(slow, served(path, mixed_requests(3, max_new_tokens=6), CHAIN)[1], CHAIN)
+
+
+def test_a_config_written_as_deepseek_s_trainer_writes_it_is_read(folder: Path, tmp_path: Path) -> None:
+    """It copies the target's config, sets these attributes, and lets transformers write the file."""
+    config = Qwen3Config(
+        hidden_size=D, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=SIZE, vocab_size=VOCAB, max_position_embeddings=512, rope_theta=1000000, bos_token_id=1,
+    )  # fmt: skip
+    own = {"architectures": ["Qwen3DSparkModel"], "num_target_layers": 3, "num_hidden_layers": LAYERS, "block_size": 5,
+           "tie_word_embeddings": False, "layer_types": ["full_attention"] * LAYERS, "mask_token_id": MASK,
+           "_attn_implementation": "flex_attention", "target_layer_ids": [0, 1], "num_anchors": 512,
+           "enable_confidence_head": True, "confidence_head_with_markov": True, "markov_rank": R,
+           "markov_head_type": "vanilla", "dtype": torch.bfloat16}  # fmt: skip
+    for name, value in own.items():
+        setattr(config, name, value)
+    path = write(tmp_path / "draft", {}, tensors() | heads() | copies())
+    config.save_pretrained(path)
+    found, known = load_dspark(path), load_dspark(folder)
+    assert (found.taps, found.first, found.block_size, found.mask_token) == ((1, 2), 0, 5, MASK)
+    assert torch.equal(found.frequencies, known.frequencies)
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), known.parameters(), strict=True))
 
 
 def test_specforge_s_files_have_a_dflash_config_and_no_copies(tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ def test_speculation_is_on_for_the_default_model_only() -> None:
          "--dp-size 2 is not for --nnodes 2"),
         (["--dp", "2", "--ray-address", "ray://here:1"], "--ray-address must be HOST:PORT with a port in [1, 65535]"),
         (["--revision", "main"], "--revision needs --model-path"),
-        (["--speculative-algorithm", "medusa"], "NGRAM, EAGLE, EAGLE3, NEXTN, DFLASH, DSPARK or STANDALONE, or module:"),
+        (["--speculative-algorithm", "medusa"], "EAGLE, EAGLE3, NEXTN, DFLASH, DSPARK or STANDALONE, or module:"),
         (["--speculative-algorithm", "my drafter:X"], "or module:Class of your own, got"),
         (["--speculative-algo", "standalone", "--speculative-num-steps", "3"], "--speculative-eagle-topk"),
         (["--simulate-acc-len", "0.5"], "--simulate-acc-len must be at least 1.0, got 0.5"),

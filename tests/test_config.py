@@ -67,6 +67,7 @@ def test_every_documented_command_is_accepted_as_written(command: Command) -> No
     assert config.algorithm == (asked.get("--speculative-algorithm") or asked["--speculative-algo"])
     assert str(config.speculative_num_draft_tokens) == asked.get("--speculative-num-draft-tokens", "None")
     noted = [flag for flag in argv if flag in foreign_flags() or flag == "--trust-remote-code"]
+    noted += ["--page-size 1"] * (asked.get("--page-size") == "1")
     assert len(config.notes) == len(noted) + len(environ)  # a line for each flag that does not act, and no other
     assert all(any(flag in note for note in config.notes) for flag in noted)
 
@@ -115,6 +116,7 @@ def test_every_flag_reaches_its_field_and_underscores_do_too() -> None:
         "cors_origins": "https://a.example", "tool_call_parser": "qwen25", "reasoning_parser": "qwen3",
         "ssl_keyfile": __file__, "ssl_certfile": __file__, "dist_init_addr": "here:1", "ray_address": "here:1",
         "speculative_draft_model_quantization": "unquant", "speculative_adaptive_config": __file__,
+        "speculative_dspark_confidence_threshold": "0.5",
     }  # fmt: skip
     flags = [f for f in dataclasses.fields(Config) if f.metadata]
     assert len(flags) > 30

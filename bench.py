@@ -65,6 +65,7 @@ METHODS: dict[str, dict[str, Any]] = {  # name -> launch flags; without a path a
     "mtp-full-vocabulary": {"speculative_algorithm": "NEXTN", "speculative_token_map": "none"},
     "standalone": {"speculative_algorithm": "STANDALONE"},
     "dflash": {"speculative_algorithm": "DFLASH"},
+    "dspark": {"speculative_algorithm": "DSPARK"},
 }
 HEADLESS = ("none", "ngram")  # methods without a head or a tree to shape
 THEIRS = ("transformers", "transformers-prompt-lookup")

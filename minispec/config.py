@@ -27,10 +27,9 @@ from minispec.load.sglang_flags import INSTEAD
 from minispec.replies.formats import CALLS, THOUGHTS
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # served when no model is named
-LEARNED = ("EAGLE", "EAGLE3", "DFLASH")  # drafters with a trained head; NEXTN is another name of EAGLE
+LEARNED = ("EAGLE", "EAGLE3", "DFLASH", "DSPARK")  # drafters with a trained head; NEXTN is another name of EAGLE
 GROWN = (*LEARNED, "STANDALONE")  # drafters that draft their trees on the device, and load a draft model or head
 NOT_SERVED = {  # SGLang's other methods -> what they need and minispec lacks
-    "DSPARK": "a block whose tokens follow from each other by a Markov head, and lengths by confidence",
     "UNO": "LoRA adapters on the target",
     "FROZEN_KV_MTP": "an MTP layer that reads the target's own keys and values",
 }  # fmt: skip
@@ -51,6 +50,8 @@ NUMBERS = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_d
 # ships, on a CPU, the one that is fastest on two cores, greedy and sampled (docs/log.md).
 BUSHY, CHAIN, CPU_SHAPE = (5, 4, 8), (3, 1, 4), (3, 4, 8)
 BLOCK, WINDOW = "speculative_dflash_block_size", "speculative_draft_window_size"
+DRAFTS, THRESHOLD = "speculative_dspark_block_size", "speculative_dspark_confidence_threshold"
+BLOCKS = {BLOCK: ("DFLASH",), WINDOW: ("DFLASH", "DSPARK"), DRAFTS: ("DSPARK",), THRESHOLD: ("DSPARK",)}  # whose
 # Numbers of NGRAM that ascend: field -> how far it must lie above the one before. An indexed path must be longer than
 # the longest match, or a match of that length could draft nothing, and the trie must hold a path.
 NGRAM_ORDER = (
@@ -231,7 +232,7 @@ class Config:
     )  # fmt: skip
 
     speculative_algorithm: str | None = _flag(
-        None, "Speculation", "NONE, NGRAM, EAGLE (alias NEXTN), EAGLE3, DFLASH or STANDALONE, in any case, or "
+        None, "Speculation", "NONE, NGRAM, EAGLE (alias NEXTN), EAGLE3, DFLASH, DSPARK or STANDALONE, in any case, or "
         "module:Class of your own (docs/adding-a-drafter.md); default: EAGLE3 for the default model; for a named one "
         "NONE, or a MiMo model's own MTP layer",
     )  # fmt: skip
@@ -251,7 +252,7 @@ class Config:
     )  # fmt: skip
     speculative_num_steps: int | None = _flag(
         None, "Speculation", "rounds of drafting (with --speculative-eagle-topk and --speculative-num-draft-tokens: "
-        f"all or none; a chain needs no number of tokens); DFLASH has one; default: {_default_shapes(0)}",
+        f"all or none; a chain needs no number of tokens); DFLASH and DSPARK have one; default: {_default_shapes(0)}",
         low=1, high=32,
     )  # fmt: skip
     speculative_eagle_topk: int | None = _flag(
@@ -263,15 +264,25 @@ class Config:
     )
     speculative_num_draft_tokens: int | None = _flag(
         None, "Speculation", f"nodes of a draft tree, root included; default: {_default_shapes(2)}; NGRAM: its "
-        "longest match window, or the paths indexed where they are shorter; DFLASH: its block", low=1, high=MAX_NODES,
+        "longest match window, or the paths indexed where they are shorter; DFLASH: its block; DSPARK: one more than "
+        "its block", low=1, high=MAX_NODES,
     )  # fmt: skip
     speculative_dflash_block_size: int | None = _flag(
         None, "Speculation", "rows of DFLASH's block, the newest token's included; in a chain the number of draft "
         "tokens means the same; default: the checkpoint's", low=2, high=MAX_NODES,
     )  # fmt: skip
     speculative_draft_window_size: int | None = _flag(
-        None, "Speculation", "newest rows that DFLASH's block reads, its own included; default: the whole text", low=2
-    )
+        None, "Speculation", "newest rows that the block of DFLASH or DSPARK reads, its own included; default: the "
+        "whole text", low=2,
+    )  # fmt: skip
+    speculative_dspark_block_size: int | None = _flag(
+        None, "Speculation", "drafts of DSPARK's block; in a chain the number of draft tokens is one more; default: "
+        "the checkpoint's", low=1, high=MAX_NODES - 1,
+    )  # fmt: skip
+    speculative_dspark_confidence_threshold: float = _flag(
+        0.0, "Speculation", "DSPARK: a draft of less confidence, and what follows it, is not verified; 0 verifies the "
+        "whole block", low=0.0, high=1.0,
+    )  # fmt: skip
     speculative_adaptive: bool | None = _flag(
         None, "Speculation", "choose each step's shape, plain or one of at most two trees, by what it is worth; "
         "default: unless numbers of steps, branches or nodes are given, which then stay fixed, on CUDA for batches "
@@ -366,8 +377,9 @@ class Config:
             raise ValueError(f"--speculative-algorithm {self.speculative_algorithm} is not served yet: it needs "
                              f"{lacking}")  # fmt: skip
         if self.speculative_algorithm not in (None, "NONE", "NGRAM", *GROWN) and not self.is_own_drafter:
-            raise ValueError("--speculative-algorithm must be NONE, NGRAM, EAGLE, EAGLE3, NEXTN, DFLASH or STANDALONE, "
-                             f"or module:Class of your own, got {self.speculative_algorithm!r}")  # fmt: skip
+            raise ValueError("--speculative-algorithm must be NONE, NGRAM, EAGLE, EAGLE3, NEXTN, DFLASH, DSPARK or "
+                             "STANDALONE, or module:Class of your own, got "
+                             f"{self.speculative_algorithm!r}")  # fmt: skip
         if self.mem_fraction_static in (0.0, 1.0):
             raise ValueError(f"--mem-fraction-static must lie between 0 and 1, got {self.mem_fraction_static:g}")
         if self.chunked_prefill_size == 0:
@@ -438,14 +450,13 @@ class Config:
                 owners = ("NGRAM", *GROWN) if self.looks_up(self.device != "cuda") else ("NGRAM",)
             if f.name == "speculative_token_map":
                 continue  # `make_drafter` logs a line if the map is not used
-            if self.is_own_drafter and not f.name.startswith(("speculative_ngram_", BLOCK, WINDOW)):
+            if self.is_own_drafter and not f.name.startswith(("speculative_ngram_", *BLOCKS)):
                 continue  # the user's class gets the whole config, and may use the flag
-            if f.name in (BLOCK, WINDOW):
-                owners = ("DFLASH",)
+            owners = BLOCKS.get(f.name, owners)
             if self.algorithm not in owners:
                 self._note(f"{flag_name(f.name)} does nothing with --speculative-algorithm {self.algorithm}; "
                            f"it belongs to {', '.join(owners)}")  # fmt: skip
-        self._check_block() if self.algorithm == "DFLASH" else self._check_rounds()
+        self._check_block() if self.algorithm in ("DFLASH", "DSPARK") else self._check_rounds()
         if self.algorithm in GROWN and self.speculative_num_draft_tokens == 1:
             raise ValueError("--speculative-num-draft-tokens must be at least 2, the root and a draft, got 1")
         if self.simulate_acc_len is not None and self.algorithm == "NONE":
@@ -468,13 +479,14 @@ class Config:
 
     def _check_block(self) -> None:
         """Raise ValueError if the numbers of a tree drafted as a block contradict each other."""
-        topk, nodes, block = self.speculative_eagle_topk or 1, self.speculative_num_draft_tokens, getattr(self, BLOCK)
+        topk, nodes, chain = self.speculative_eagle_topk or 1, self.speculative_num_draft_tokens, self.block_nodes
         if (self.speculative_num_steps or 1) > 1:
-            self._note(f"--speculative-num-steps {self.speculative_num_steps} is taken as 1: DFLASH drafts a block in "
-                       "one pass")  # fmt: skip
-        if topk == 1 and nodes is not None and block not in (None, nodes):
-            raise ValueError(f"--speculative-num-draft-tokens must be {flag_name(BLOCK)}, {block}, where drafts are a "
-                             f"chain, got {nodes}")  # fmt: skip
+            self._note(f"--speculative-num-steps {self.speculative_num_steps} is taken as 1: {self.algorithm} drafts a "
+                       "block in one pass")  # fmt: skip
+        if topk == 1 and nodes is not None and chain not in (None, nodes):
+            more, block = ("", BLOCK) if self.algorithm == "DFLASH" else ("one more than ", DRAFTS)
+            raise ValueError(f"--speculative-num-draft-tokens must be {more}{flag_name(block)}, {chain}, where drafts "
+                             f"are a chain, got {nodes}")  # fmt: skip
         if topk > 1 and nodes is None:
             raise ValueError(f"--speculative-eagle-topk {topk} needs --speculative-num-draft-tokens, the nodes of the "
                              "tree")  # fmt: skip
@@ -503,7 +515,13 @@ class Config:
     @property
     def gives_numbers(self) -> bool:
         """Whether flags give any number of the tree's shape."""
-        return any(getattr(self, name) is not None for name in (*NUMBERS, BLOCK))
+        return any(getattr(self, name) is not None for name in (*NUMBERS, BLOCK, DRAFTS))
+
+    @property
+    def block_nodes(self) -> int | None:
+        """The nodes of the chain that a block gives, root included, by the block's flag; None if it is not given."""
+        drafts = getattr(self, DRAFTS)
+        return getattr(self, BLOCK) if self.algorithm != "DSPARK" else None if drafts is None else drafts + 1
 
     @property
     def adaptive(self) -> bool:

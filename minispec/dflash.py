@@ -24,7 +24,8 @@ Paper: DFlash, arXiv 2602.06036. Letters: B is the number of requests, S the row
 the tokens that a tree may take from a row, F the width of the features, d the hidden size, Vd the number of tokens that
 can be drafted.
 
-Read next: `load/dflash_heads.py`, which reads checkpoints; docs/block-drafters.md for how this differs from EAGLE.
+Read next: `dspark.py`, in which a row knows the token before it; `load/dflash_heads.py`, which reads checkpoints;
+docs/block-drafters.md for how this differs from EAGLE.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class DFlashHead(DraftHead):
     """The network; it uses the target's embedding and LM head unless its config says that it has its own."""
 
     name = "dflash"
+    first = 1  # the row that drafts the first token: row 0 holds the bonus, which is known
     window: int | None = None  # the newest rows that a row of the block sees, the block's included; None: all
 
     def __init__(self, config: DFlashConfig, target: Model) -> None:
@@ -97,18 +99,25 @@ def most_nodes(rows: int, topk: int, limit: int) -> int:
     return min(limit, 1 + sum(min(limit, topk**depth) for depth in range(1, rows + 1)))
 
 
-def likeliest_paths(scores: Tensor, tokens: Tensor, count: int) -> Candidates:
-    """Return the likeliest paths of each depth, at most `count` for each, as candidates for a tree.
+# For a row and the last tokens [B, P] of P paths: log-probabilities fp32 and target ids of the row's K likeliest tokens
+# after each, [B, P, K] both, or [B, 1, K] if they are the same after all.
+Children = Callable[[int, Tensor], tuple[Tensor, Tensor]]
 
-    scores fp32 and tokens int64, both [B, rows, K]: the likeliest tokens of each row, with their log-probabilities.
+
+def likeliest_paths(root: Tensor, rows: int, count: int, children: Children) -> Candidates:
+    """Return the likeliest paths of each length up to `rows`, at most `count` for each, as candidates for a tree.
+
+    root [B] int64: the token before the first row.
     """
-    topk, known, found = scores.shape[-1], 0, []
-    path = torch.zeros_like(scores[:, 0, :1])  # the root's score
-    index = torch.full_like(tokens[:, 0, :1], -1)  # the root is no candidate
-    for row in range(scores.shape[1]):
-        longer = (path[..., None] + scores[:, row, None]).flatten(1)
-        path, flat = longer.topk(min(count, longer.shape[1]), dim=1)
-        found.append((tokens[:, row].gather(1, flat % topk), path, index.gather(1, flat // topk)))
+    known, found = 0, []
+    path = torch.zeros_like(root[:, None], dtype=torch.float32)  # the root's score
+    index, last = torch.full_like(root[:, None], -1), root[:, None]  # the root is no candidate
+    for row in range(rows):
+        scores, tokens = children(row, last)
+        longer = path[..., None] + scores
+        path, flat = longer.flatten(1).topk(min(count, longer[0].numel()), dim=1)
+        last = tokens.expand_as(longer).flatten(1).gather(1, flat)
+        found.append((last, path, index.gather(1, flat // scores.shape[-1])))
         index = torch.arange(known, known + path.shape[1], device=path.device).expand_as(flat)
         known += path.shape[1]
     return Candidates(*(torch.cat(parts, dim=1) for parts in zip(*found, strict=True)))
@@ -123,7 +132,7 @@ class Pass(Key):
     def __init__(self, plan: Plan, nodes: int, network: DFlashHead) -> None:
         batch, width, device = plan.batch, plan.width, plan.slots.device
         self.batch, self.nodes, self.plan = batch, nodes, plan
-        self.rows = min(nodes, width)  # the rows that the tree is made of, the root among them
+        self.depth = min(nodes - 1, width - network.first)  # how many rows the tree is made of
         self.masks = torch.full((batch, width - 1), network.mask_token, device=device)
         self.live = torch.ones(batch, width, dtype=torch.bool, device=device)
         everything = torch.ones(width, width, dtype=torch.bool, device=device)
@@ -152,15 +161,16 @@ class DFlashDrafter(Drafter):
 
         coupled: whether to draft with the noise of the target's picks; if not, drafts are the likeliest tokens.
         """
-        assert 1 < nodes <= most_nodes(block - 1, topk, nodes), "more nodes than paths"
+        drafts = block - network.first
+        assert 1 < nodes <= most_nodes(drafts, topk, nodes), "more nodes than paths"
         assert smaller is None or 1 < smaller < nodes, "the smaller tree is the smaller one"
         self.network: DFlashHead = network
         self.name, self.taps, self.block, self.topk, self.coupled = network.name, network.taps, block, topk, coupled
-        self.nodes, self.depth = nodes, min(block, nodes) - 1
-        self.smaller = None if smaller is None else TreeSize(smaller, min(block, smaller) - 1, self.steps)
+        self.nodes, self.depth = nodes, min(drafts, nodes - 1)
+        self.smaller = None if smaller is None else TreeSize(smaller, min(drafts, smaller - 1), self.steps)
         self.scratch = block
         self.kv_shape = KVShape(len(network.layers), network.kv_heads, network.head_dim)
-        self.small = Small(DFlashDrafter._open, DFlashDrafter._close)
+        self.small = Small(type(self)._open, type(self)._close)
 
     def attach(
         self, kv: PagedKV, attend_kind: AttendKind, batch_sizes: Sequence[int], chunk_counts: Sequence[int]
@@ -207,13 +217,16 @@ class DFlashDrafter(Drafter):
     @tuned
     def _close(self, step: Pass, batch: Batch, states: Tensor) -> DraftTree:
         """Return the tree of the likeliest paths; states [B, S, d]: the network's output."""
-        logits = self.network.logits(states[:, 1 : step.rows])  # row 0 holds the bonus, which is known
-        token_map = self.network.token_map
+        first, token_map = self.network.first, self.network.token_map
+        logits = self.network.logits(states[:, first : first + step.depth])
         if self.coupled:
-            positions = batch.lens[:, None] + torch.arange(1, step.rows, device=states.device)
+            positions = batch.lens[:, None] + torch.arange(1, step.depth + 1, device=states.device)
             logits = couple(logits, batch, positions, token_map)
         scores, ids = likeliest(logits, self.topk)
-        candidates = likeliest_paths(scores, ids if token_map is None else token_map[ids], step.nodes - 1)
+        tokens = ids if token_map is None else token_map[ids]
+        candidates = likeliest_paths(
+            batch.root, step.depth, step.nodes - 1, lambda row, last: (scores[:, row, None], tokens[:, row, None])
+        )
         return rerank(candidates, batch.root, step.nodes, batch.scores)
 
     def commit(self, new: Committed) -> None:

@@ -41,13 +41,14 @@ from exactness import (
     truth_of,
 )
 from torch import Tensor
-from trained import BLOCK, sentence, trained_dflash, trained_head, trained_like, trained_model
+from trained import BLOCK, sentence, trained_dflash, trained_dspark, trained_head, trained_like, trained_model
 
 import minispec.verify as verify_module
 from minispec.beam import BeamDrafter
 from minispec.config import Config
 from minispec.dflash import DFlashDrafter
 from minispec.drafter import Draft, Drafter, HostDrafter, HostTrees, Plain
+from minispec.dspark import DSparkDrafter
 from minispec.eagle import DraftHead, Eagle3Head, EagleHead, HeadConfig
 from minispec.load.drafters import make_drafter
 from minispec.load.tokenizer import byte_tokenizer
@@ -169,6 +170,12 @@ def block(accept_length: float, **shape: int) -> Subject:
                    accept_length=accept_length)  # fmt: skip
 
 
+def spark(accept_length: float, **shape: Any) -> Subject:
+    """Return the subject of a DSpark network."""
+    return Subject(lambda model: DSparkDrafter(trained_dspark(), **shape), model=trained_model, text=sentence,
+                   accept_length=accept_length)  # fmt: skip
+
+
 HALF = torch.arange(0, VOCAB, 2)  # a draft vocabulary, target ids
 HEADS: dict[str, dict[str, Subject]] = {
     "eagle": beams(lambda model: random_head(EagleHead, model, fc_bias=True), accepted=0),
@@ -185,6 +192,9 @@ SUBJECTS: dict[str, Subject] = {
     # The chain has more rows than the network was trained with: with fewer the pool of `retraction` is not short.
     "dflash-chain": block(1.9, block=BLOCK + 2, nodes=BLOCK + 2),
     "dflash-tree": block(2.0, block=BLOCK, nodes=10, topk=3),
+    # All five rows draft; a chain of rows beyond them keeps the pool of `retraction` short.
+    "dspark-chain": spark(1.9, block=BLOCK + 1, nodes=BLOCK + 2),
+    "dspark-tree": spark(2.0, block=BLOCK - 1, nodes=10, topk=3, threshold=0.3),
     **{f"{name}-{shape}": subject for name, shapes in HEADS.items() for shape, subject in shapes.items()},
 }
 

@@ -55,7 +55,7 @@ def test_the_drafters_of_the_page_pass(name: str, check: Callable[[Subject], Non
     check(own(name))
 
 
-OTHERS = ("ngram_", "dflash_", "draft_window_size")  # a note says that they belong to other drafters
+OTHERS = ("ngram_", "dflash_", "dspark_", "draft_window_size")  # a note says that they belong to other drafters
 ENGINES = {"algorithm", "adaptive", "adaptive_config", "accept_threshold_single", "accept_threshold_acc",
            "draft_model_revision"}  # fmt: skip
 VALUES = {"draft_load_format": "pt", "draft_model_quantization": "fp8", "lookup": True, "draft_model_path": "x",

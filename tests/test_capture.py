@@ -78,7 +78,7 @@ def replayed(
     return replays
 
 
-GROWN = ("standalone", "eagle", "eagle3", "mtp", "trained", "dflash")
+GROWN = ("standalone", "eagle", "eagle3", "mtp", "trained", "dflash", "dspark")
 NAMES = ("none", "ngram", "oracle", *(f"{method}-{shape}" for method in GROWN for shape in ("chain", "tree")))
 
 

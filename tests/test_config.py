@@ -60,13 +60,14 @@ DOCUMENTED = [command for command in COMMANDS if not command.refused]
 @pytest.mark.parametrize("command", DOCUMENTED)
 def test_every_documented_command_is_accepted_as_written(command: Command) -> None:
     environ, argv, _ = command
-    assert (len(COMMANDS), len(DOCUMENTED)) == (42, 36)
+    assert (len(COMMANDS), len(DOCUMENTED)) == (42, 37)
     config = config_from_args(argv, environ)
     asked = dict(zip(argv, argv[1:], strict=False))
     assert config.model_path == (asked.get("--model") or asked["--model-path"])
     assert config.algorithm == (asked.get("--speculative-algorithm") or asked["--speculative-algo"])
     assert str(config.speculative_num_draft_tokens) == asked.get("--speculative-num-draft-tokens", "None")
     noted = [flag for flag in argv if flag in foreign_flags() or flag == "--trust-remote-code"]
+    noted += ["--page-size 1"] * (asked.get("--page-size") == "1")
     assert len(config.notes) == len(noted) + len(environ)  # a line for each flag that does not act, and no other
     assert all(any(flag in note for note in config.notes) for flag in noted)
 
@@ -77,9 +78,10 @@ def test_a_refused_command_names_what_is_missing_before_any_flag(
     refused = [command for command in COMMANDS if command.refused]
     said = [refusal(capsys, *argv).partition("error: ")[2] for _, argv, _ in refused]
     assert [line.split(" ")[0] for line in said] == [
-        "deepseek-ai/DeepSeek-V4-Flash-DSpark", "--speculative-algorithm", *["--enable-deterministic-inference:"] * 4
+        "deepseek-ai/DeepSeek-V4-Flash-DSpark", *["--enable-deterministic-inference:"] * 4
     ]  # fmt: skip
-    assert "is not served: it needs latent attention" in said[0] and "DSPARK is not served yet: it needs" in said[1]
+    assert "is not served: it needs latent attention" in said[0]
+    assert "UNO is not served yet: it needs LoRA" in refusal(capsys, "--model", "x", "--speculative-algorithm", "UNO")
     (tmp_path / "config.json").write_text('{"architectures": ["Grok1ForCausalLM"]}')
     assert "soft caps" in refusal(capsys, "--model", str(tmp_path), "--pgae-size", "4")
     assert "soft caps" not in refusal(capsys, "--model", "x", "--pgae-size", "4")
@@ -114,6 +116,7 @@ def test_every_flag_reaches_its_field_and_underscores_do_too() -> None:
         "cors_origins": "https://a.example", "tool_call_parser": "qwen25", "reasoning_parser": "qwen3",
         "ssl_keyfile": __file__, "ssl_certfile": __file__, "dist_init_addr": "here:1", "ray_address": "here:1",
         "speculative_draft_model_quantization": "unquant", "speculative_adaptive_config": __file__,
+        "speculative_dspark_confidence_threshold": "0.5",
     }  # fmt: skip
     flags = [f for f in dataclasses.fields(Config) if f.metadata]
     assert len(flags) > 30
@@ -239,7 +242,7 @@ def test_speculation_is_on_for_the_default_model_only() -> None:
          "--dp-size 2 is not for --nnodes 2"),
         (["--dp", "2", "--ray-address", "ray://here:1"], "--ray-address must be HOST:PORT with a port in [1, 65535]"),
         (["--revision", "main"], "--revision needs --model-path"),
-        (["--speculative-algorithm", "medusa"], "NONE, NGRAM, EAGLE, EAGLE3, NEXTN, DFLASH or STANDALONE, or module:"),
+        (["--speculative-algorithm", "medusa"], "EAGLE, EAGLE3, NEXTN, DFLASH, DSPARK or STANDALONE, or module:"),
         (["--speculative-algorithm", "my drafter:X"], "or module:Class of your own, got"),
         (["--speculative-algo", "standalone", "--speculative-num-steps", "3"], "--speculative-eagle-topk"),
         (["--simulate-acc-len", "0.5"], "--simulate-acc-len must be at least 1.0, got 0.5"),
@@ -297,7 +300,7 @@ def test_values_that_stand_for_another_are_taken_as_it_with_a_line(name: str) ->
     ("argv", "said"),
     [
         (["--model", "m", "--speculative-draft", "x"], "--speculative-draft-model-path does nothing with"),
-        (["--speculative-algo", "NGRAM", "--speculative-eagle-topk", "3"], "belongs to EAGLE, EAGLE3, DFLASH,"),
+        (["--speculative-algo", "NGRAM", "--speculative-eagle-topk", "3"], "belongs to EAGLE, EAGLE3, DFLASH, DSPARK,"),
         (["--model", "x", "--speculative-num-draft-tokens", "4"], "--speculative-algorithm NONE; it belongs to NGRAM"),
         (["--model", "x", "--speculative-accept-threshold-acc", "0.9"], "--speculative-algorithm NONE; it belongs to"),
         (["--speculative-algorithm", "my.drafter:X", "--speculative-ngram-capacity", "99"], "belongs to NGRAM"),
@@ -357,6 +360,8 @@ CONTRACT = """
     --speculative-draft-attention-backend --speculative-draft-load-format --speculative-draft-model
     --speculative-draft-model-path --speculative-draft-model-quantization --speculative-draft-model-revision
     --speculative-dflash-block-size --speculative-dflash-draft-window-size --speculative-draft-window-size
+    --speculative-dspark-block-size --speculative-dspark-confidence-threshold --speculative-dspark-sps-table-path
+    --speculative-dspark-confidence-sts-path
     --speculative-eagle-topk --speculative-moe-a2a-backend --speculative-moe-runner-backend
     --speculative-ngram-branch-length --speculative-ngram-capacity --speculative-ngram-match-type
     --speculative-ngram-max-bfs-breadth --speculative-ngram-max-match-window-size --speculative-ngram-max-trie-depth
@@ -375,7 +380,7 @@ def test_the_page_of_flags_is_what_the_tables_say_and_lists_the_whole_contract(
     acting = page.partition("## Flags that act")[2].partition("\n## ")[0].splitlines()[4:]
     assert len(acting) > 70 and [row for row in acting if row.startswith("|") and "|  |" in row] == []  # all defaults
     assert [flag for flag in CONTRACT if f"`{flag}`" not in page] == []
-    assert [name for name in VARIABLES if f"`{name}`" not in page] == [] and len(VARIABLES) == 10
+    assert [name for name in VARIABLES if f"`{name}`" not in page] == [] and len(VARIABLES) == 11
     for flag in CONTRACT:  # and the parser knows each: whatever else it says, it is not that it never heard of it
         try:
             config_from_args([flag, "1"])

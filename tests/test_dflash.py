@@ -135,7 +135,12 @@ class Reference:
 
     @torch.inference_mode()
     def logits(self, ids: list[int], block: int, ahead: int = 0) -> Tensor:
-        """Return the logits [block - 1, V] of the block after a text whose last token is the bonus.
+        """Return the logits [block - 1, V] of the block after a text; see `states`."""
+        return (self.states(ids, block, ahead) @ self.lm_head.T)[1:]
+
+    @torch.inference_mode()
+    def states(self, ids: list[int], block: int, ahead: int = 0) -> Tensor:
+        """Return the normed states [block, d] of the block after a text whose last token is the bonus.
 
         ahead: is added to every position.
         """
@@ -166,7 +171,7 @@ class Reference:
             for part in ("gate_proj", "up_proj", "down_proj"):
                 getattr(mlp, part).weight.copy_(self.w[f"layers.{i}.mlp.{part}.weight"])
             x = x + mlp(self.norm(f"layers.{i}.post_attention_layernorm", x))
-        return (self.norm("norm", x) @ self.lm_head.T)[1:]
+        return self.norm("norm", x)
 
 
 @pytest.fixture(scope="module")
@@ -505,8 +510,9 @@ def test_every_tree_is_the_heap_s(shape: tuple[int, int, int], temperature: floa
 def test_the_golden_tree() -> None:
     """Rows of a .6, b .4, and c .7, d .3: six paths in order, and what trees of four drafts and of two expect."""
     scores, tokens = torch.tensor([[[0.6, 0.4], [0.7, 0.3]]]).log(), torch.tensor([[[10, 11], [12, 13]]])
-    candidates = likeliest_paths(scores, tokens, 6)
-    order, root = candidates.scores[0].exp().sort(descending=True), torch.tensor([5])
+    root = torch.tensor([5])
+    candidates = likeliest_paths(root, 2, 6, lambda row, last: (scores[:, row, None], tokens[:, row, None]))
+    order = candidates.scores[0].exp().sort(descending=True)
     assert order.values.tolist() == pytest.approx([0.6, 0.42, 0.4, 0.28, 0.18, 0.12])
     assert [int(candidates.tokens[0, i]) for i in order.indices] == [10, 12, 11, 12, 13, 13]
     for nodes, expected in ((5, 1.70), (3, 1.02)):

@@ -24,13 +24,14 @@ from exactness import VOCAB, build, reference, request, run, tiny_model
 from test_capture import Replays
 from test_config import DOCUMENTED
 from torch._dynamo import lookup_backend
-from trained import trained_dflash, trained_model
+from trained import trained_dflash, trained_dspark, trained_model
 
 from minispec.attention import PagedFlex
 from minispec.beam import BeamDrafter
 from minispec.compiled import Step, shared_by_batches
 from minispec.dflash import DFlashDrafter
 from minispec.drafter import Drafter, HostDrafter, Plain
+from minispec.dspark import DSparkDrafter
 from minispec.eagle import Eagle3Head, HeadConfig
 from minispec.engine import Engine
 from minispec.kv import KVShape, PagedKV
@@ -66,6 +67,7 @@ DRAFTERS: dict[str, Callable[[Model], Drafter | HostDrafter]] = {
     "eagle3-uncoupled": lambda model: eagle3(model, coupled=False),
     "lookups": lambda model: Lookups(eagle3(model, smaller=(1, 3)), texts(), VOCAB),  # of two sizes, as those that ship
     "dflash": lambda model: DFlashDrafter(trained_dflash(), block=4, topk=2, nodes=6, smaller=3),
+    "dspark": lambda model: DSparkDrafter(trained_dspark(), block=4, topk=2, nodes=6, smaller=3, threshold=0.3),
     "standalone": lambda model: StandaloneDrafter(
         DraftModel(tiny_model(1, intermediate_size=80), VOCAB), steps=2, topk=2, nodes=4
     ),
@@ -105,7 +107,7 @@ def compiled_as_on_cuda(
 ) -> tuple[Scheduler, Made]:
     """Return a scheduler whose functions are all compiled when they first run, and the graphs that it has made."""
     torch._dynamo.reset()
-    model = trained_model() if name == "dflash" else tiny_model()
+    model = trained_model() if name in ("dflash", "dspark") else tiny_model()
     with torch.inference_mode():
         drafter = DRAFTERS[name](model)
     scheduler, made = build(model, drafter, host_looks=False, pages=60, running=running, flex=flex), Made(backend)
@@ -140,7 +142,7 @@ def assert_every_graph_has_its_name(engine: Engine, made: Made) -> None:
     wanted: Counter[str] = Counter()
     for graph in shapes(engine):
         function = next(function for begin, function in FUNCTIONS.items() if graph.startswith(begin))
-        wanted[function if "." in function else f"{owner.__name__}.{function}"] += 1
+        wanted[function if "." in function else getattr(owner, function).__qualname__] += 1
     assert made.graphs == wanted
     assert not {function for function in made.of_any_batch if "forward" in function}, "attention is not of any batch"
     assert ("Engine._after_blocks" in made.of_any_batch) == (engine.sizes.max_running > 1)

@@ -25,7 +25,7 @@ import openai
 import pytest
 import torch
 from conftest import free_port
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from test_config import DOCUMENTED, ROOT, Command
 from test_server import Running, launch, script
 from torch import Tensor
@@ -224,13 +224,30 @@ def dflash(at: Path, text: Text, base: Path, names: Names) -> None:
     write(at / names.draft, stated, draft)
 
 
+def dspark(at: Path, text: Text, base: Path, names: Names) -> None:
+    """Qwen3, and DeepSeek's DSpark: DFlash's block, and a Markov head that knows what follows each token."""
+    dflash(at, text, base, names)
+    folder = at / str(names.draft)
+    stated = json.loads((folder / "config.json").read_text())
+    stated |= stated.pop("dflash_config") | {
+        "architectures": ["Qwen3DSparkModel"], "block_size": 7, "markov_rank": H, "markov_head_type": "vanilla",
+        "enable_confidence_head": True, "confidence_head_with_markov": True, "num_anchors": 512,
+    }  # fmt: skip
+    draft = load_file(folder / "model.safetensors") | {
+        "markov_head.markov_w1.weight": text.embed, "markov_head.markov_w2.weight": 10 * text.head(),
+        "confidence_head.proj.weight": torch.zeros(1, 2 * H), "confidence_head.proj.bias": torch.ones(1),
+    }  # fmt: skip
+    write(folder, stated, draft)
+
+
 def make(at: Path, text: Text, base: Path, command: Command) -> None:
     """Write the checkpoints that a command names, and the file of its --speculative-adaptive-config."""
     asked = dict(zip(command.argv, command.argv[1:], strict=False))
     names = Names(asked.get("--model") or asked["--model-path"],
                   next((asked[flag] for flag in asked if flag.startswith("--speculative-draft")), None))  # fmt: skip
     method = asked.get("--speculative-algorithm") or asked["--speculative-algo"]
-    makers = {"EAGLE": eagle2, "EAGLE3": eagle3, "DFLASH": dflash, "STANDALONE": standalone, "NGRAM": standalone}
+    makers = {"EAGLE": eagle2, "EAGLE3": eagle3, "DFLASH": dflash, "DSPARK": dspark, "STANDALONE": standalone,
+              "NGRAM": standalone}  # fmt: skip
     maker = mimo if "MiMo" in names.target else fr_spec if "--speculative-token-map" in asked else makers[method]
     if MADE.get(names.target) != names:
         MADE[names.target] = names
@@ -262,8 +279,8 @@ def cases() -> list[Case]:
         values = {f.name: getattr(parsed, f.name) for f in FLAGS if not f.name.startswith("cuda_graph")}
         key = tuple(sorted((k, v) for k, v in values.items() if k not in IRRELEVANT))
         steps, topk, nodes = (values[name] for name in NUMBERS)
-        if parsed.algorithm == "DFLASH":
-            steps, topk, nodes = 1, 1, nodes or 16
+        if parsed.algorithm in ("DFLASH", "DSPARK"):
+            steps, topk, nodes = 1, 1, nodes or (16 if parsed.algorithm == "DFLASH" else 8)
         elif steps is not None:
             nodes = min(nodes, candidate_count(steps, topk) + 1)
         least = 1.0 if parsed.adaptive else accepted(parsed.algorithm, steps)
@@ -359,7 +376,7 @@ def test_a_documented_command_serves_the_documented_call(
     case: Case, text: Text, demo_folder: Path, folder: Path, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture
 ) -> None:  # fmt: skip
-    assert len(CASES) == 20
+    assert len(CASES) == 21
     make(folder, text, demo_folder, case.command)
     alone = case == CASES[0]  # in a process of its own, which takes seconds to begin
     launched = Launched(case.command, folder) if alone else InThread(case.command, folder, monkeypatch, caplog)

@@ -30,7 +30,7 @@ FLOORS = (
 )  # fmt: skip
 FLOOR = {place: floor for floor, places in enumerate(FLOORS) for place in places}
 TABLES = ("load.chat_templates", "replies.formats", "load.sglang_flags")  # import nothing: the flags read them
-ALGORITHMS = {"NONE", "NGRAM", "EAGLE", "EAGLE3", "NEXTN", "MTP", "DFLASH", "STANDALONE"}
+ALGORITHMS = {"NONE", "NGRAM", "EAGLE", "EAGLE3", "NEXTN", "MTP", "DFLASH", "DSPARK", "STANDALONE"}
 
 Rule = Callable[[str, str], Iterator[str]]
 

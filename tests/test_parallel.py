@@ -167,7 +167,7 @@ def wanted(subject: Subject) -> list[Request]:
 
 
 DRAFTERS = ("none", "ngram", "oracle", "standalone-tree", "eagle-chain", "eagle3-tree", "mtp-tree",
-            "dflash-tree")  # fmt: skip
+            "dflash-tree", "dspark-tree")  # fmt: skip
 ON_TWO = {name: SUBJECTS[name] for name in DRAFTERS}
 ON_TWO |= {f"{name}, experts": dataclasses.replace(SUBJECTS[name], model=mixture_model)
            for name in ("oracle", "eagle3-tree")}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Training a DFlash network: blocks are those that are served, rows learn their own tokens, and runs resume."""
+"""Training a block drafter: blocks are those that are served, rows learn their own tokens, and runs resume."""
 
 from __future__ import annotations
 
@@ -20,11 +20,24 @@ from torch import Tensor
 from minispec.attention import Causal
 from minispec.dflash import DFlashDrafter, DFlashHead
 from minispec.drafter import Batch
+from minispec.dspark import DSparkDrafter, DSparkHead
 from minispec.load.dflash_heads import read_dflash
+from minispec.load.dspark_heads import read_dspark
 from minispec.load.heads import load_head
 from minispec.load.token_map import read_token_map
 from minispec.model import Model, published_tensors
-from minispec.train.blocks import BlockTrainer, Packed, accepted, decay, dpace, drafted, draw_anchors, losses, pack
+from minispec.train.blocks import (
+    BlockTrainer,
+    Packed,
+    accepted,
+    decay,
+    dpace,
+    drafted,
+    draw_anchors,
+    losses,
+    pack,
+    states_of,
+)
 from minispec.train.corpus import Features, TrainingReply
 from minispec.train.export import (
     BlockRecipe,
@@ -47,9 +60,9 @@ def recipe(**options: Any) -> BlockRecipe:
     return replace(base, **options)
 
 
-def head_of(model: Model, causal: bool = False) -> DFlashHead:
+def head_of(model: Model, causal: bool = False, kind: str = "dflash") -> DFlashHead:
     """Return a network with random weights that drafts every second token."""
-    head = new_head(recipe(), model, torch.arange(0, 60, 2), (1, 2), torch.ones(2))
+    head = new_head(recipe(kind=kind, markov_rank=5), model, torch.arange(0, 60, 2), (1, 2), torch.ones(2))
     head.causal = causal
     with torch.no_grad():
         for parameter in head.parameters():
@@ -69,11 +82,16 @@ def packed(model: Model, head: DFlashHead, texts: Sequence[TrainingReply], folde
 COLUMNS = slice(0, 2 * D)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_a_batch_s_logits_are_those_that_are_served(causal: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "causal"), [("dflash", False), ("dflash", True), ("dspark", False)])
+def test_a_batch_s_logits_are_those_that_are_served(kind: str, causal: bool, tmp_path: Path) -> None:
+    """Of a DSpark network those before the Markov head, which has learned nothing yet."""
     model = target()
-    texts, head = replies(model, 3), head_of(model, causal)
-    found = drafted(head, packed(model, head, texts, tmp_path), COLUMNS).detach().view(-1, 3, 30)
+    texts, head = replies(model, 3), head_of(model, causal, kind)
+    drafts = 4 - head.first
+    if kind == "dspark":
+        head.markov_head["markov_w2"].weight.data.zero_()
+    batch = packed(model, head, texts, tmp_path)
+    found = drafted(head, batch, states_of(head, batch, COLUMNS)).detach().view(-1, drafts, 30)
     row = 0
     for text in texts:
         for anchor in range(text.start, len(text.ids) - 1):
@@ -85,7 +103,8 @@ def test_a_batch_s_logits_are_those_that_are_served(causal: bool, tmp_path: Path
 @torch.inference_mode()
 def served(model: Model, head: DFlashHead, ids: list[int]) -> Tensor:
     """Return the logits of the first block that an engine drafts for a text, whose last token need not be its pick."""
-    drafter, seen = DFlashDrafter(head, block=4, nodes=4), []
+    make = DSparkDrafter if isinstance(head, DSparkHead) else DFlashDrafter
+    drafter, seen = make(head, block=4, nodes=5 - head.first), []
     scheduler = build(model, drafter, running=1)
     inner, read = drafter.propose, head.logits
 
@@ -122,6 +141,39 @@ def test_every_row_learns_the_token_at_its_own_position(tmp_path: Path) -> None:
             row += 1
 
 
+def test_a_dspark_row_learns_the_next_token_after_the_reply_s_own_and_what_both_have_in_common(tmp_path: Path) -> None:
+    model = target()
+    texts, head = replies(model, 2), head_of(model, kind="dspark")
+    batch = packed(model, head, texts, tmp_path)
+    ids = head.token_map
+    teacher = Teacher(model.lm_head.weight[ids], ids, model.config.vocab_size)
+    states = states_of(head, batch, COLUMNS).detach()
+    base, loss, mass = head.logits(states).detach(), 0.0, 0.0
+    anchors = [(text, anchor) for text in texts for anchor in range(text.start, len(text.ids) - 1)]
+    w1, w2 = (head.markov_head[name].weight.detach() for name in ("markov_w1", "markov_w2"))
+    for row, (text, anchor) in enumerate(anchors):
+        for j in range(4):
+            assert bool(batch.real[row, j]) == (anchor + j + 1 < len(text.ids))
+            if not batch.real[row, j]:
+                break
+            at = batch.teacher[row, j]
+            assert batch.labels[row, j] == text.ids[anchor + j + 1] == batch.choice[at], "a greedy reply"
+            pair, h = w1[text.ids[anchor + j]], head.norm(states[row, j]).detach()
+            logits = base[row, j] + w2 @ pair
+            p = (model.lm_head.weight[ids] @ batch.target[at]).softmax(-1)
+            proj = head.confidence_head["proj"]
+            sure = float(torch.sigmoid(proj.weight.detach()[0] @ torch.cat((h, pair)) + proj.bias.detach()))
+            common = float(torch.minimum(p, logits.softmax(-1)).sum())
+            weight = float(decay(5)[j]) * (int(batch.choice[at]) in ids)
+            loss -= weight * float((p * logits.log_softmax(-1)).sum())
+            loss -= weight * (common * math.log(sure) + (1 - common) * math.log(1 - sure))
+            mass += weight
+    found, hits = losses(head, batch, COLUMNS, teacher, "decay")
+    assert found.item() == pytest.approx(loss / mass, rel=1e-4) and len(hits) == 4
+    found.backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in head.parameters() if p.requires_grad)
+
+
 def test_golden_weights() -> None:
     assert decay(8).tolist() == pytest.approx([1, 0.7788, 0.6065, 0.4724, 0.3679, 0.2865, 0.2231], abs=1e-4)
     assert decay(16)[1] == pytest.approx(2.718281828 ** (-1 / 7)) and decay(10)[1] == pytest.approx(2.718281828**-0.2)
@@ -139,7 +191,7 @@ def test_the_loss_is_the_weighted_mean_over_rows_with_a_token_that_can_be_drafte
     ids = head.token_map
     teacher = Teacher(model.lm_head.weight[ids], ids, model.config.vocab_size)
     loss, hits = losses(head, batch, COLUMNS, teacher, weights)
-    logp = drafted(head, batch, COLUMNS).detach().log_softmax(-1).view(-1, 3, 30)
+    logp = drafted(head, batch, states_of(head, batch, COLUMNS)).detach().log_softmax(-1).view(-1, 3, 30)
     total, mass, reached = 0.0, 0.0, torch.zeros(3, 2)
     for a in range(len(logp)):
         q = [float(logp[a, j].exp()[ids.tolist().index(t)]) if (t := int(batch.labels[a, j])) % 2 == 0 else 0.0
@@ -168,7 +220,7 @@ def test_anchors_are_drawn_anew_and_leave_the_last_token_out(tmp_path: Path) -> 
     assert draw_anchors(TrainingReply([1, 2, 3], 1, 0.0, ""), 8, rng) == [1]
 
 
-def trainer(model: Model, texts: Sequence[TrainingReply], folder: Path, name: str, **options: Any) -> BlockTrainer:
+def make_trainer(model: Model, texts: Sequence[TrainingReply], folder: Path, name: str, **options: Any) -> BlockTrainer:
     """Return a trainer over the features in a folder."""
     features = Features(model, texts, (1, 2, TAPS[-1]), folder / "work", 10**9)
     return BlockTrainer(recipe(**options), features, folder / name, lambda line: None)
@@ -182,7 +234,7 @@ def test_a_reply_has_other_anchors_in_another_update(tmp_path: Path, monkeypatch
         return pack(head, texts, found, anchors)
 
     monkeypatch.setattr("minispec.train.blocks.pack", noted)
-    made = trainer(model, replies(model, 12), tmp_path, "out")
+    made = make_trainer(model, replies(model, 12), tmp_path, "out")
     for step in (0, 1, 2, 3, 0):
         made.step = step
         made._losses([0])
@@ -191,16 +243,18 @@ def test_a_reply_has_other_anchors_in_another_update(tmp_path: Path, monkeypatch
 
 def test_a_run_cut_in_two_is_bit_identical(tmp_path: Path) -> None:
     model = target()
-    assert_a_run_may_be_cut(partial(trainer, model, replies(model, 24), tmp_path), weights="dpace")
+    assert_a_run_may_be_cut(partial(make_trainer, model, replies(model, 24), tmp_path), weights="dpace")
 
 
-@pytest.mark.parametrize("weights", ["decay", "dpace"])
-def test_training_learns_and_a_server_accepts_what_the_replay_says(weights: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "weights"), [("dflash", "decay"), ("dflash", "dpace"), ("dspark", "decay")])
+def test_training_learns_and_a_server_accepts_what_the_replay_says(kind: str, weights: str, tmp_path: Path) -> None:
+    spark = kind == "dspark"
     model = target()
     texts = replies(model, 12)
-    made = trainer(model, texts, tmp_path, "out", epochs=80, learning_rate=3e-3, draft_vocab=61, weights=weights)
+    made = make_trainer(model, texts, tmp_path, "out", epochs=80, learning_rate=3e-3, draft_vocab=61, weights=weights,
+                   kind=kind, rounds=3 + spark, markov_rank=8)  # fmt: skip
     made.held_out = made.training
-    assert made.depths == [1, 2, 3]
+    assert made.depths == [1, 2, 3, 4][: 3 + spark]
     before = made.accept_length(3)
     made.run()
     after = made.accept_length(3)
@@ -214,21 +268,22 @@ def test_training_learns_and_a_server_accepts_what_the_replay_says(weights: str,
     export(made.head, model, tmp_path / "head")
     ids = read_token_map(tmp_path / "head" / "token_map.safetensors", 61)
     with torch.inference_mode():
-        head = load_head(tmp_path / "head", model, token_map=ids, read=read_dflash)
+        head = load_head(tmp_path / "head", model, token_map=ids, read=read_dspark if spark else read_dflash)
         assert head.taps == (1, 2) and (head.block_size, head.mask_token, len(head.layers)) == (4, 60, 2)
         text, at = texts[0], made.features.of(0)
         found, expected = (accepted(each, text, at, made.taps, made.teacher, 3) for each in (head, made.head))
         assert found == expected
-        scheduler = build(model, DFlashDrafter(head, block=4, nodes=4))
+        scheduler = build(model, (DSparkDrafter if spark else DFlashDrafter)(head, block=4, nodes=4 + spark))
     wishes = [request(f"r{i}", t.ids[: t.start], max_new_tokens=len(t.ids) - t.start) for i, t in enumerate(texts)]
     run(scheduler, wishes)
     assert [r.output_ids for r in wishes] == [t.ids[t.start :] for t in texts]
     assert scheduler.metrics.verified.accept_length > 2.2  # replies are short, and each one's last step is cut short
 
 
-def test_training_starts_from_an_exported_network(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_training_starts_from_an_exported_network(kind: str, tmp_path: Path) -> None:
     model = target()
-    texts = replies(model, 12)
+    texts, trainer = replies(model, 12), partial(make_trainer, kind=kind, rounds=3 + (kind == "dspark"))
     before = trainer(model, texts, tmp_path, "before")
     before.run(stop_at=2)
     export(before.head, model, tmp_path / "head")
@@ -242,7 +297,7 @@ def test_training_starts_from_an_exported_network(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"--start .*{said}"):
             trainer(model, texts, tmp_path, "other", start=str(tmp_path / "head"), **other)
     with pytest.raises(ValueError, match="--start .*hidden_size 72, and the target has 64"):
-        read_start(recipe(start=str(tmp_path / "head")), replace(model.config, hidden_size=64))
+        read_start(recipe(kind=kind, start=str(tmp_path / "head")), replace(model.config, hidden_size=64))
 
 
 def test_the_mask_is_an_id_that_no_reply_has() -> None:

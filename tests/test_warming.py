@@ -16,6 +16,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -190,10 +191,10 @@ def target_and_head(at: Path) -> tuple[Path, Path]:
     return config_of(target, at / "target"), test_heads.write(at / "head", test_heads.eagle3_specforge(target))
 
 
-def target_and_block(at: Path) -> tuple[Path, Path]:
-    """Write a model and a DFlash network for it."""
+def target_and_block(at: Path, kind: str = "dflash") -> tuple[Path, Path]:
+    """Write a model and a DFlash network for it, or a DSpark one."""
     target = test_heads.make_target()
-    recipe = BlockRecipe("dflash", rounds=3, epochs=1, learning_rate=1e-3, batch_tokens=1, draft_vocab=1, seed=0)
+    recipe = BlockRecipe(kind, rounds=3, epochs=1, learning_rate=1e-3, batch_tokens=1, draft_vocab=1, seed=0)
     export(new_head(recipe, target, torch.arange(9), (2, 4, 6), torch.ones(3)), target, at / "head")
     return config_of(target, at / "target"), at / "head"
 
@@ -203,7 +204,8 @@ def target_and_draft(at: Path) -> tuple[Path, Path]:
     return test_standalone.write(at / "target"), test_standalone.write(at / "draft", seed=1, num_hidden_layers=2)
 
 
-DRAFTERS = {"EAGLE3": target_and_head, "DFLASH": target_and_block, "STANDALONE": target_and_draft}
+DRAFTERS = {"EAGLE3": target_and_head, "DFLASH": target_and_block, "STANDALONE": target_and_draft,
+            "DSPARK": partial(target_and_block, kind="dspark")}  # fmt: skip
 
 
 def graphs_of_engine_and_rehearsal(
@@ -260,7 +262,7 @@ def test_the_rehearsal_has_the_graphs_of_the_engine(algorithm: str, tmp_path: Pa
     assert noted[0] == noted[1]
     around = [name for name in shapes(engine) if name.startswith("around")]
     if algorithm != "STANDALONE":
-        one_less = algorithm == "DFLASH"  # its opening reads no noise: one graph for greedy and sampled steps
+        one_less = algorithm in ("DFLASH", "DSPARK")  # an opening that reads no noise: one graph for all steps
         assert len(noted[0]) == len(shapes(engine)) + (AROUND - 1) * len(around) - one_less
     else:  # of a step with trees: draft and target are of one shape, and have two, three and four rows
         assert len(noted[0]) == 3 + 2 * AROUND

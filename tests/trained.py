@@ -6,7 +6,7 @@ The next token depends on the newest one and on something far back, and the head
 embedding, the order in the target's features.
 
 The modules that are trained are those that are served: `Model` and `Eagle3Head` with `attention.Causal`, and
-`DFlashHead` as `train/blocks.py` trains it.
+`DFlashHead` and `DSparkHead` as `train/blocks.py` trains them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from minispec.attention import Causal
 from minispec.dflash import DFlashConfig, DFlashHead
+from minispec.dspark import DSparkConfig, DSparkHead
 from minispec.eagle import Eagle3Head, HeadConfig
 from minispec.model import FINAL, Model
 from minispec.train.blocks import draw_anchors, losses, pack
@@ -157,18 +158,32 @@ MASK = VOCAB - 2  # an odd id, which no sentence has
 @torch.inference_mode(False)
 def trained_dflash(taps: tuple[int, ...] = TAPS) -> DFlashHead:
     """Return a DFlash network that drafts `trained_model` in blocks of six rows, from `DRAFT_IDS`."""
+    shape = dataclasses.replace(trained_model().config, layers=2, qk_norm=True)
+    return _trained(DFlashHead, DFlashConfig("dflash", shape, taps, DRAFT_IDS, block_size=BLOCK, mask_token=MASK))
+
+
+@functools.cache
+@torch.inference_mode(False)
+def trained_dspark() -> DSparkHead:
+    """Return a DSpark network that drafts `trained_model` in blocks of five rows, which all draft, from `DRAFT_IDS`."""
+    shape, rank = dataclasses.replace(trained_model().config, layers=2, qk_norm=True), 16
+    config = DSparkConfig("dspark", shape, TAPS, DRAFT_IDS, block_size=BLOCK - 1, mask_token=MASK, rank=rank,
+                          confidence=shape.hidden_size + rank)  # fmt: skip
+    return _trained(DSparkHead, config)
+
+
+def _trained(kind: type[Any], config: DFlashConfig) -> Any:
+    """Return a block drafter of this config, trained."""
     model, rng = trained_model(), random.Random(3)
     torch.manual_seed(1)
-    shape = dataclasses.replace(model.config, layers=2, qk_norm=True)
-    config = DFlashConfig("dflash", shape, taps, DRAFT_IDS, block_size=BLOCK, mask_token=MASK)
-    head = DFlashHead(config, model)
+    head = kind(config, model)
     randomise(head, 0.1)
     head.lm_head.weight.data = model.lm_head.weight[DRAFT_IDS].clone()
-    teacher, columns = Teacher(head.lm_head.weight, DRAFT_IDS, VOCAB), slice(0, len(taps) * model.config.hidden_size)
+    teacher, columns = Teacher(head.lm_head.weight, DRAFT_IDS, VOCAB), slice(0, len(head.taps) * head.hidden_size)
 
     def loss_of(ids: Tensor) -> Tensor:
         with torch.no_grad():
-            hidden, features = model(ids, torch.arange(48)[None], Causal(), (*taps, FINAL))
+            hidden, features = model(ids, torch.arange(48)[None], Causal(), (*head.taps, FINAL))
             choices = model.logits(hidden).argmax(-1)
         texts = [TrainingReply(text, 4, 0.0, "") for text in ids.tolist()]
         anchors = [draw_anchors(text, 2 * BLOCK, rng) for text in texts]

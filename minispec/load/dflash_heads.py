@@ -19,7 +19,8 @@ the target's.
 Variants come as further keys and tensors (DFlash2's convolutions, attention sinks, values that are scaled). So every
 key and every tensor that is not known is refused by its name.
 
-Read next: `heads.py`, which makes a network of them and has the formats of other heads; `dflash.py` for the network.
+Read next: `dspark_heads.py`, whose files are these and a little more; `heads.py`, which makes a network of them and has
+the formats of other heads; `dflash.py` for the network.
 """
 
 from __future__ import annotations
@@ -71,9 +72,26 @@ def read_dflash(folder: Path, target: ModelConfig, load_format: str = "auto") ->
     # Files of speculators have z-lab's architecture as well: the class whose weights were saved.
     speculator = "speculators_model_type" in whole or known[1] in architectures
     if len(architectures) != 1 or architectures[0] not in known:
+        instead = "; give --speculative-algorithm DSPARK" if set(architectures) & set(heads.DSPARK_MODELS) else ""
         raise ModelError(f"architectures {architectures} are not supported; supported: "
-                         f"{', '.join(known)}")  # fmt: skip
-    stated = _body(whole, target) if speculator else whole
+                         f"{', '.join(known)}{instead}")  # fmt: skip
+    found = read_block(folder, whole, dict(read_weights(folder, load_format)), target)
+    # An LM head in z-lab's format is refused, since a token map's rows would take its place.
+    if not speculator and (own := {"embed_tokens.weight", "lm_head.weight"} & found.tensors.keys()):
+        raise ModelError("the weights are not those that config.json describes; unknown tensors: "
+                         f"{', '.join(sorted(own))}")  # fmt: skip
+    return found._replace(config=replace(found.config, own_lm_head=speculator))
+
+
+def read_block(
+    folder: Path, whole: heads.Stated, tensors: heads.Tensors, target: ModelConfig, lowest: int = 0
+) -> heads.Published:
+    """Return the network that a config.json, in either format, and tensors describe, for a target of these sizes.
+
+    lowest: the least id of a layer; -1 stands for the embedding. An embedding and an LM head are the network's own if
+    they are there; d2t and t2d leave `tensors`. Raises ModelError as `read_dflash` does.
+    """
+    stated = _body(whole, target) if whole.get("transformer_layer_config") is not None else whole
     own = dict(Keys(stated).within("dflash_config").stated)
     _refuse_unknown("dflash_config", own, OWN_KEYS)
     _refuse_unknown("config.json", stated, KEYS)
@@ -82,7 +100,7 @@ def read_dflash(folder: Path, target: ModelConfig, load_format: str = "auto") ->
                          "mask_token_id")  # fmt: skip
     layers = Keys(stated).whole("num_hidden_layers", 1, MOST_LAYERS)
     _refuse_sliding(stated, layers)
-    tensors, prefix = dict(read_weights(folder, load_format)), "layers.0."
+    prefix = "layers.0."
     key = Keys({**{name: stated[name] for name in OWN_KEYS if name in stated}, **own})
     shape = heads.layer_sizes({**stated, "use_sliding_window": False}, tensors, prefix)
     heads.check_fit(shape.hidden_size, shape.vocab_size, target)
@@ -90,22 +108,16 @@ def read_dflash(folder: Path, target: ModelConfig, load_format: str = "auto") ->
         raise ModelError(f"num_target_layers is {count}, and the target has {target.layers}")
     # The output of layer i is the input of layer i + 1. The last layer's is refused, as files may mean it before the
     # final norm or after. If no layers are stated, as many are read as the network has.
-    outputs = _layer_ids(key, "target_layer_ids", target.layers - 2, "output", None)
+    outputs = _layer_ids(key, "target_layer_ids", (lowest, target.layers - 2), "output", None)
     outputs = outputs or default_ids(target.layers, layers)
-    vocabulary: dict[str, Any] = {}
-    if speculator:
-        vocabulary = {
-            "token_map": heads.draft_ids(whole, tensors, shape.vocab_size), "own_lm_head": True,
-            "own_embedding": "embed_tokens.weight" in tensors,
-        }  # fmt: skip
-    elif "lm_head.weight" in tensors:  # else a token map's rows would take the place of the file's
-        raise ModelError("the weights are not those that config.json describes; unknown tensors: lm_head.weight")
     return heads.Published(
         DFlashConfig(
             DFlashHead.name,
             replace(shape, layers=layers),
             tuple(i + 1 for i in outputs),
-            **vocabulary,
+            heads.draft_ids(whole, tensors, shape.vocab_size),
+            "embed_tokens.weight" in tensors,
+            "lm_head.weight" in tensors,
             block_size=key.whole("block_size", 2, MAX_NODES, None) or BLOCK_SIZE,
             mask_token=key.whole("mask_token_id", 0, target.vocab_size - 1),
             causal=key.flag("is_causal"),
@@ -122,9 +134,9 @@ def default_ids(layers: int, count: int) -> list[int]:
     return [round(1 + i * (layers - 4) / (count - 1)) for i in range(count)]  # a half goes to the even id, as in Python
 
 
-def _layer_ids(key: Keys, name: str, high: int, what: str, default: Any = REQUIRED) -> Any:
+def _layer_ids(key: Keys, name: str, bounds: tuple[int, int], what: str, default: Any = REQUIRED) -> Any:
     """Return the ids of layers that config.json states; raises ModelError unless they are ids of what is read."""
-    low = int(what == "input")
+    low, high = bounds
     fits = lambda ids: type(ids) is list and ids != [] and all(type(i) is int and low <= i <= high for i in ids)  # noqa: E731
     return key.read(name, f"ids in [{low}, {high}], of layers whose {what} is read", fits, default)
 
@@ -136,7 +148,7 @@ def _body(stated: Mapping[str, Any], target: ModelConfig) -> dict[str, Any]:
     """
     _refuse_unknown("config.json", stated, SPECULATOR_KEYS)
     nested = heads.layer_config(stated)
-    ids = _layer_ids(Keys(stated), "aux_hidden_state_layer_ids", target.layers - 1, "input")
+    ids = _layer_ids(Keys(stated), "aux_hidden_state_layer_ids", (1, target.layers - 1), "input")
     own = {"target_layer_ids": [i - 1 for i in ids], "block_size": stated.get("block_size"),
            "mask_token_id": stated.get("mask_token_id")}  # fmt: skip
     return {**{key: value for key, value in nested.items() if key not in ("rope_parameters", "dtype")},

@@ -22,9 +22,11 @@ from minispec.beam import BeamDrafter
 from minispec.config import GROWN, MAX_NODES, Config
 from minispec.dflash import DFlashDrafter, DFlashHead
 from minispec.drafter import Drafter, HostDrafter, Plain, as_drafter
+from minispec.dspark import DSparkDrafter, DSparkHead
 from minispec.eagle import DraftHead
 from minispec.load.dflash_heads import read_dflash
 from minispec.load.draft_models import load_draft
+from minispec.load.dspark_heads import read_dspark
 from minispec.load.gguf_models import as_folder
 from minispec.load.heads import load_head, naming
 from minispec.load.token_map import read_token_map
@@ -70,7 +72,8 @@ def make_drafter(config: Config, model: Model, folder: Path, tokenizer: Tokenize
         "NGRAM": _texts,
         "EAGLE": _learned,
         "EAGLE3": _learned,
-        "DFLASH": _dflash,
+        "DFLASH": _block,
+        "DSPARK": _block,
         "STANDALONE": _standalone,
     }
     if config.speculative_token_map is not None and config.algorithm not in GROWN and not config.is_own_drafter:
@@ -82,7 +85,7 @@ def make_drafter(config: Config, model: Model, folder: Path, tokenizer: Tokenize
     if isinstance(drafter, Drafter) and config.looks_up(on_cpu):
         own, shape = drafter.nodes, tree_shape(config, model.config.architecture, on_cpu)
         drafter = Lookups(drafter, _ngram(config, lookup_nodes(config, own)), vocab_size)
-        drafter.own_nodes = own if config.algorithm == "DFLASH" else shape[2]
+        drafter.own_nodes = own if isinstance(drafter.head, DFlashDrafter) else shape[2]
     _check_size(config, drafter, model)
     return as_drafter(drafter, vocab_size, smaller_nodes(config, drafter.nodes, on_cpu))
 
@@ -153,20 +156,26 @@ def _learned(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -
     return BeamDrafter(head, **shape)
 
 
-def _dflash(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -> Drafter:
+def _block(config: Config, model: Model, folder: Path, tokenizer: Tokenizer) -> Drafter:
     """Build the drafter around a network that drafts a block in one pass."""
-    where, ids = _draft_folder(config, "a DFlash checkpoint made for this target"), _token_map(config, model)
-    found = load_head(where, model, token_map=ids, load_format=config.draft_load_format, read=read_dflash)
-    head = cast(DFlashHead, found)
+    kind, read = ("DFlash", read_dflash) if config.algorithm == "DFLASH" else ("DSpark", read_dspark)
+    where, ids = _draft_folder(config, f"a {kind} checkpoint made for this target"), _token_map(config, model)
+    head = cast(DFlashHead, load_head(where, model, token_map=ids, load_format=config.draft_load_format, read=read))
     _tell_positions(config, model, head)
-    shape = block_shape(config, head.block_size, _on_cpu(config, model))
+    shape = block_shape(config, head, _on_cpu(config, model))
     if shape["topk"] > head.draft_vocab:
         raise ValueError(f"--speculative-eagle-topk {shape['topk']}: the draft has {head.draft_vocab} tokens only")
     head.window = window = config.speculative_draft_window_size
     if window is not None and window < shape["block"]:
         raise ValueError(f"--speculative-draft-window-size must be at least {shape['block']}, the rows of the block, "
                          f"got {window}")  # fmt: skip
-    return DFlashDrafter(head, **shape)
+    if not isinstance(head, DSparkHead):
+        return DFlashDrafter(head, **shape)
+    threshold = config.speculative_dspark_confidence_threshold
+    if threshold and head.confidence_head is None:
+        raise ValueError(f"--speculative-dspark-confidence-threshold {threshold:g}: the checkpoint has no confidence "
+                         "head; 0 verifies the whole block")  # fmt: skip
+    return DSparkDrafter(head, threshold=threshold, **shape)
 
 
 def _tell_positions(config: Config, model: Model, head: DraftHead) -> None:

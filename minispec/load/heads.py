@@ -24,12 +24,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from minispec.dflash import DFlashHead
+from minispec.dspark import DSparkHead
 from minispec.eagle import DraftHead, Eagle3Head, EagleHead, HeadConfig
 from minispec.keys import Keys, naming
 from minispec.load.fp8_weights import read_weights
@@ -41,9 +42,11 @@ from minispec.mtp import MtpHead
 
 logger = logging.getLogger("minispec")
 
-KINDS: dict[str, type[DraftHead]] = {kind.name: kind for kind in (EagleHead, Eagle3Head, MtpHead, DFlashHead)}
+KINDS: dict[str, type[DraftHead]] = {kind.name: kind for kind in (
+    EagleHead, Eagle3Head, MtpHead, DFlashHead, DSparkHead)}  # fmt: skip
 # Why a token map is of no use to a head: what it has of its own.
-OWN = {Eagle3Head.name: "an EAGLE-3 head has a draft vocabulary", DFlashHead.name: "the DFlash network has an LM head"}
+OWN = {Eagle3Head.name: "an EAGLE-3 head has a draft vocabulary", DFlashHead.name: "the DFlash network has an LM head",
+       DSparkHead.name: "the DSpark network has an LM head"}  # fmt: skip
 ARCHITECTURES = {  # what config.json may call a head of each kind; the first EAGLE heads say LlamaForCausalLM
     EagleHead.name: ("LlamaForCausalLMEagle", "Qwen2ForCausalLMEagle", "EagleLlamaForCausalLM"),
     Eagle3Head.name: (
@@ -58,10 +61,13 @@ ARCHITECTURES = {  # what config.json may call a head of each kind; the first EA
 }
 # What config.json calls a network that `dflash_heads.py` reads, z-lab's and speculators'.
 DFLASH_MODEL, DFLASH_SPECULATOR = "DFlashDraftModel", "DFlashSpeculator"
+DSPARK_MODELS = ("Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator")  # those that `dspark_heads.py` reads
 # How the names of a layer's tensors begin; first the spelling that SGLang reads.
 LAYER_NAMES = {EagleHead.name: ("layers.0.",), Eagle3Head.name: ("midlayer.", "layers.0."),
                MtpHead.name: ("mtp_layers.0.",)}  # fmt: skip
 
+# The Markov head of a DSpark network: a row for each token of the target, and one for each row of its LM head.
+BEFORE, PAIRS = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 TAPS = "eagle_aux_hidden_state_layer_ids"
 Stated = Mapping[str, Any]  # a config.json as `read_config` returns it
 Tensors = dict[str, Tensor]  # by the file's names, without `model.` in front
@@ -85,10 +91,10 @@ def load_head(
     """Return the draft head in `folder` for inference, in the target's dtype and on its device.
 
     token_map: [Vd] int64 target ids that a head without a vocabulary of its own drafts from (FR-Spec). load_format: as
-    for `read_weights`. read: `read_dflash` for a DFlash network, by default `read_head`. To be called before the
-    target's LM head is packed. For a target on the meta device the head is there too and has its sizes alone. Raises
-    ModelError naming --speculative-draft-model-path if the folder holds no head, is not complete, or holds a head for
-    another target or of a variant that is not supported.
+    for `read_weights`. read: `read_dflash` or `read_dspark` for a block drafter, by default `read_head`. To be called
+    before the target's LM head is packed. For a target on the meta device the head is there too and has its sizes
+    alone. Raises ModelError naming --speculative-draft-model-path if the folder holds no head, is not complete, or
+    holds a head for another target or of a variant that is not supported.
     """
     with naming("--speculative-draft-model-path", folder):
         config, tensors, layer_name = (read or read_head)(folder, target.config, load_format)
@@ -97,13 +103,15 @@ def load_head(
             logger.warning("--speculative-token-map is ignored: %s of its own", OWN[config.kind])
         elif token_map is not None:
             tensors["lm_head.weight"] = slice_head(target, token_map)
+            if (pairs := tensors.get(PAIRS)) is not None:
+                tensors[PAIRS] = pairs[token_map]
             config = replace(config, token_map=token_map)
         head = KINDS[config.kind].empty(config, target)
         load_weights(head_tensors(head, layer_name), tensors.items())
     if config.kind == Eagle3Head.name:
         logger.info("EAGLE-3 head reads the target's residual stream entering layers %s", config.taps)
     if isinstance(head, DFlashHead):
-        logger.info("DFlash reads the target's residual stream entering layers %s, in blocks of %d", head.taps,
+        logger.info("%s reads the target's residual stream entering layers %s, in blocks of %d", config.kind, head.taps,
                     head.block_size)  # fmt: skip
     return head
 
@@ -111,14 +119,18 @@ def load_head(
 def shared(config: HeadConfig, tensors: Tensors, target: Model) -> HeadConfig:
     """Return the config that says which weights the head shares with the target, and change `tensors` accordingly.
 
-    A copy of the target's embedding is dropped. An EAGLE-3 LM head that is tied to an embedding is not in the files: it
-    is added to `tensors`, unless the target's own LM head is tied to the same embedding.
+    A copy of the target's embedding is dropped, and one of its LM head beside a DSpark network. An EAGLE-3 LM head that
+    is tied to an embedding is not in the files: it is added to `tensors`, unless the target's own LM head is tied to
+    the same embedding.
     """
     ours, given = target.embed_tokens.weight, tensors.get("embed_tokens.weight")
-    # Where the target has sizes alone, an embedding of its shape is taken for a copy, which it nearly always is.
-    if given is not None and given.shape == ours.shape and (ours.is_meta or torch.equal(given.to(ours), ours)):
+    if _is_copy(given, ours):
         del tensors["embed_tokens.weight"]
         given, config = None, replace(config, own_embedding=False)
+    whole = config.kind == DSparkHead.name and config.token_map is None
+    if whole and _is_copy(tensors.get("lm_head.weight"), cast(nn.Linear, target.lm_head).weight):
+        del tensors["lm_head.weight"]
+        config = replace(config, own_lm_head=False)
     if given is not None:
         logger.info("the draft head uses its own embed_tokens.weight, which differs from the target's")
     tied = config.kind == Eagle3Head.name and config.layer.tied and not config.own_lm_head
@@ -126,6 +138,12 @@ def shared(config: HeadConfig, tensors: Tensors, target: Model) -> HeadConfig:
         tensors["lm_head.weight"] = ours if given is None else given
         config = replace(config, own_lm_head=True)
     return config
+
+
+def _is_copy(given: Tensor | None, ours: Tensor) -> bool:
+    """Return whether a matrix is the target's; where that has sizes alone, one of its shape is taken for a copy."""
+    same = given is not None and given.shape == ours.shape
+    return same and (ours.is_meta or torch.equal(cast(Tensor, given).to(ours), ours))
 
 
 def slice_head(target: Model, token_map: Tensor) -> Tensor:
@@ -177,8 +195,9 @@ def read_head(folder: Path, target: ModelConfig, load_format: str = "auto") -> P
 def _kind(stated: Stated, tensors: Tensors) -> str:
     """Return the kind of head a folder holds: the tensors decide, and `architectures` must not contradict them."""
     architectures = named_architectures(stated)
-    if {DFLASH_MODEL, DFLASH_SPECULATOR}.intersection(architectures):
-        raise ModelError(f"{architectures[0]} is no head of one layer; give --speculative-algorithm DFLASH")
+    for algorithm, names in (("DFLASH", (DFLASH_MODEL, DFLASH_SPECULATOR)), ("DSPARK", DSPARK_MODELS)):
+        if set(names).intersection(architectures):
+            raise ModelError(f"{architectures[0]} is no head of one layer; give --speculative-algorithm {algorithm}")
     if (speculators := stated.get("speculators_model_type", Eagle3Head.name)) != Eagle3Head.name:
         raise ModelError(f"speculators_model_type {speculators!r} is not supported; supported: {Eagle3Head.name}")
     said = next((kind for kind, names in ARCHITECTURES.items() if set(names) & set(architectures)), None)

@@ -36,6 +36,7 @@ KEYS = {  # of config.json, which decide how a network of this name is read
     "dflash": "dflash_config's target_layer_ids, which number the layers from 0 and mean their outputs (speculators' "
     "aux_hidden_state_layer_ids mean their inputs), mask_token_id, is_causal",
 }
+KEYS["dspark"] = f"{KEYS['dflash']}, sample_from_anchor"
 OTHER_KEYS = "eagle_aux_hidden_state_layer_ids, norm_before_residual"  # of all other heads
 
 

@@ -81,6 +81,10 @@ LINES = {  # what is done instead -> flags; a whole clause, as it follows "--fla
     "of windows for drafters there is --speculative-draft-window-size, for DFLASH": "--speculative-draft-sink-size",
     "a request verifies the tree of the longest match, a corpus's or another":
         "--speculative-ngram-external-sam-budget",
+    "what a step costs is measured in the steps themselves, and a step's trees have one size": """
+        --speculative-dspark-sps-table-path --speculative-dspark-align-verify-tokens-to-graph-tier""",
+    "a confidence is compared with --speculative-dspark-confidence-threshold as the head gives it":
+        "--speculative-dspark-confidence-sts-path",
     "it belongs to a method that is not served": "--speculative-domino-candidate-pool-size --spec-trace-dir",
     "a step that raises answers its requests with an error, and one that hangs ends at --watchdog-timeout":
         "--crash-dump-folder",
@@ -174,9 +178,6 @@ REFUSED = {  # why -> flags
         "--ssl-ca-certs --ssl-keyfile-password --enable-ssl-refresh",
     "in bfloat16 two batch shapes may round differently, so determinism is not promised beyond float32":
         "--enable-deterministic-inference",
-    "DSPARK, which drafts a block with a Markov head, is not served yet": """--speculative-dspark-block-size
-        --speculative-dspark-confidence-threshold --speculative-dspark-sps-table-path
-        --speculative-dspark-confidence-sts-path --speculative-dspark-align-verify-tokens-to-graph-tier""",
     "one kind of attention drafts and verifies, in either mode":
         "--speculative-attention-mode=prefill --speculative-attention-mode=decode",
     "a prompt longer than the context is answered with 400, never cut": "--allow-auto-truncate",
@@ -238,6 +239,8 @@ VARIABLES = {  # -> what holds here, whether the variable is set or not
     "SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "a step describes itself on the device; there is no plan to overlap",
     GREEDY: "with NGRAM every request's temperature counts as 0, and a line says so; without it sampled requests are "
         "verified exactly",
+    "SGLANG_RAGGED_VERIFY_MODE":
+        "the trees of a step have one size, in which drafts below DSPARK's confidence threshold are padding",
     "SGLANG_SIMULATE_ACC_LEN": "--simulate-acc-len simulates acceptance",
     "SGLANG_SIMULATE_ACC_METHOD": "--simulate-acc-len draws the floor or the ceiling of its number",
     "SGLANG_RETURN_ORIGINAL_LOGPROB":

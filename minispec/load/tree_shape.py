@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from minispec.beam import candidate_count
-from minispec.config import BLOCK, BUSHY, CHAIN, CPU_SHAPE, LEARNED, NUMBERS, Config
-from minispec.dflash import most_nodes
+from minispec.config import BUSHY, CHAIN, CPU_SHAPE, LEARNED, NUMBERS, Config
+from minispec.dflash import DFlashHead, most_nodes
 
 logger = logging.getLogger("minispec")
 
@@ -70,17 +70,17 @@ def beam_shape(config: Config, architecture: str, on_cpu: bool) -> dict[str, Any
     return {"steps": steps, "topk": topk, "nodes": wider, "smaller": (steps, nodes) if wider > nodes else smaller}
 
 
-def block_shape(config: Config, trained: int, on_cpu: bool) -> dict[str, Any]:
+def block_shape(config: Config, head: DFlashHead, on_cpu: bool) -> dict[str, Any]:
     """Return block, topk, nodes and the nodes of the smaller size of a tree that is drafted as a block.
 
-    trained: the rows of the block that the network was trained with. A chain takes one token of each row.
+    A chain takes one token of each row that drafts.
     """
-    topk, nodes, block = config.speculative_eagle_topk or 1, config.speculative_num_draft_tokens, getattr(config, BLOCK)
-    block = block or (nodes if topk == 1 else None) or trained
-    if block > trained:
+    topk, nodes, trained = config.speculative_eagle_topk or 1, config.speculative_num_draft_tokens, head.block_size
+    chain = config.block_nodes or (nodes if topk == 1 else None) or trained + 1 - head.first
+    if (block := chain - 1 + head.first) > trained:
         logger.warning("the draft was trained with blocks of %d rows, and is to draft %d: the later ones may be worse",
                        trained, block)  # fmt: skip
-    nodes = most_nodes(block - 1, topk, nodes or block)
+    nodes = most_nodes(chain - 1, topk, nodes or chain)
     return {"block": block, "topk": topk, "nodes": nodes, "smaller": smaller_nodes(config, nodes, on_cpu)}
 
 

@@ -7,6 +7,7 @@ The module that is trained is the module that is served, and it is trained on it
     python -m minispec.train eagle       EAGLE-2; its state must also imitate the target's features
     python -m minispec.train mtp         a layer in MiMo's format
     python -m minispec.train dflash      a network in z-lab's format that drafts a whole block in one pass
+    python -m minispec.train dspark      one in DeepSeek's format, whose drafts follow from each other
     python -m minispec.train standalone  a small model with the target's vocabulary, a demonstration
     python -m minispec.train token-map   the most frequent tokens, for FR-Spec (arXiv 2502.14856)
     python -m minispec.train replies     the replies alone, in shards that `--replies FOLDER` gives to the others
@@ -33,6 +34,7 @@ from safetensors.torch import save_file
 from minispec.config import Config
 from minispec.cpu.linear import can_pack, pack_linears
 from minispec.dflash import DFlashConfig, DFlashHead
+from minispec.dspark import DSparkHead
 from minispec.llm import LLM
 from minispec.load.build import Build, choose_device, choose_dtype, choose_folder
 from minispec.load.default_model import DefaultModelError
@@ -53,7 +55,7 @@ KINDS = (*HEADS, "standalone", "token-map", "replies")
 FEATURE_WEIGHT = {"eagle": 1.0}  # the target's LM head reads its state, which so must come close to the target's
 ON_CPU = {"count": 3000, "max_new_tokens": 96, "long_share": 0.25, "rounds": 2, "epochs": 4, "batch_tokens": 500}
 ON_CUDA = {"count": 100_000, "max_new_tokens": 512, "long_share": 1.0, "rounds": 5, "epochs": 3, "batch_tokens": 32768}
-RATE = {"standalone": 2e-3, "dflash": 6e-4}  # 1e-3 for the others
+RATE = {"standalone": 2e-3, "dflash": 6e-4, "dspark": 6e-4}  # 1e-3 for the others
 LONG = 768  # prompt tokens from which on a conversation counts as long
 # The engine that writes replies: how many at once, and on a CPU a pool for as many of a thousand tokens, in pages so
 # small that the system turn which most prompts begin with is shared.
@@ -128,13 +130,16 @@ def run(options: argparse.Namespace, tell: Tell) -> None:
 
 def _recipe(options: argparse.Namespace) -> Recipe:
     """Return how `options` say to train: they have most of a recipe's fields, and others follow from the kind."""
-    make = BlockRecipe if options.kind == DFlashHead.name else Recipe
+    make = BlockRecipe if options.kind in (DFlashHead.name, DSparkHead.name) else Recipe
+    if options.block_size is None:
+        options.block_size = 7 if options.kind == DSparkHead.name else 8
     given = {field.name: getattr(options, field.name) for field in fields(make) if hasattr(options, field.name)}
     given["learning_rate"] = options.learning_rate or RATE.get(options.kind, 1e-3)
     given["feature_weight"] = FEATURE_WEIGHT.get(options.kind, 0.0)
     given["start"] = None if options.start is None else str(options.start)
     if make is BlockRecipe:
-        given |= {"rounds": options.block_size - 1, "mask_token": BlockRecipe.mask_token}  # until `with_mask`
+        drafts = options.block_size - (options.kind == DFlashHead.name)
+        given |= {"rounds": drafts, "mask_token": BlockRecipe.mask_token}  # until `with_mask`
     return make(**given)
 
 
@@ -150,7 +155,7 @@ def check_recipe(recipe: Recipe, mask: int | None, model: ModelConfig) -> None:
 
 
 def with_mask(recipe: Recipe, given: int | None, replies: Sequence[TrainingReply], model: ModelConfig) -> Recipe:
-    """Return the recipe, of a DFlash network with the id of its mask: as given, else the start's, else a spare one."""
+    """Return the recipe, of a block drafter with the id of its mask: as given, else the start's, else a spare one."""
     if not isinstance(recipe, BlockRecipe):
         return recipe
     if given is None and (start := read_start(recipe, model)):
@@ -228,11 +233,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, help="rounds of drafting in training (CPU 2, CUDA 5)")
     add("--epochs", type=int, help="how often each reply is learned from (CPU 4, CUDA 3)")
     add("--batch-tokens", type=int, help="reply tokens behind an update (CPU 500, CUDA 32768)")
-    add("--learning-rate", type=float, help="highest learning rate (default 1e-3; standalone 2e-3, dflash 6e-4)")
+    add("--learning-rate", type=float, help="highest learning rate (1e-3; standalone 2e-3, dflash and dspark 6e-4)")
     add("--draft-vocab", type=int, default=8192, help="size of the draft vocabulary (default 8192)")
     add("--variant", choices=("3", "3.1"), default="3", help="EAGLE-3 as published, or 3.1 with a norm per stream")
-    add("--block-size", type=int, default=8, choices=range(2, 33), metavar="{2..32}", help="rows of DFLASH's block (8)")
-    add("--layers", type=int, default=2, choices=range(1, 17), metavar="{1..16}", help="layers of a DFlash network (2)")
+    add("--block-size", type=int, choices=range(2, 33), metavar="{2..32}", help="rows of a block (dflash 8, dspark 7)")
+    add("--markov-rank", type=int, default=256, help="rank of the Markov head of a DSpark network (default 256)")
+    add("--layers", type=int, default=2, choices=range(1, 17), metavar="{1..16}", help="layers of such a network (2)")
     add("--weights", choices=WEIGHTS, default=WEIGHTS[0], help="of a block's rows: the paper's, or D-PACE's")
     add("--mask-token", type=int, help="id that stands for what is to be drafted (default: one that no reply has)")
     add("--width", type=int, default=128, help="hidden size of a standalone model (default 128)")

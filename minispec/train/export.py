@@ -21,9 +21,22 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from minispec.dflash import DFlashConfig, DFlashHead
+from minispec.dspark import DSparkConfig, DSparkHead
 from minispec.eagle import DraftHead, Eagle3Head, EagleHead, HeadConfig
 from minispec.load.dflash_heads import read_dflash
-from minispec.load.heads import DFLASH_MODEL, KINDS, Published, head_tensors, naming, read_head, slice_head
+from minispec.load.dspark_heads import read_dspark
+from minispec.load.heads import (
+    BEFORE,
+    DFLASH_MODEL,
+    DSPARK_MODELS,
+    KINDS,
+    PAIRS,
+    Published,
+    head_tensors,
+    naming,
+    read_head,
+    slice_head,
+)
 from minispec.load.weights import load_weights
 from minispec.model import Model, ModelConfig, ModelError, published_tensors, scaled
 from minispec.mtp import MtpHead
@@ -52,12 +65,13 @@ class Recipe:
 
 @dataclass(frozen=True)
 class BlockRecipe(Recipe):
-    """How a DFlash network is trained; `rounds` is the drafts of a block."""
+    """How a DFlash or DSpark network is trained; `rounds` is the drafts of a block."""
 
     block_size: int = 8  # S
     layers: int = 2
     mask_token: int = 0  # the target's id that stands where a token is to be drafted
     weights: str = "decay"  # one of `blocks.WEIGHTS`
+    markov_rank: int = 256  # R of a DSpark network
 
 
 def spare_token(replies: Sequence[TrainingReply], vocab_size: int) -> int:
@@ -84,7 +98,8 @@ def read_start(recipe: Recipe, target: ModelConfig) -> Published | None:
     if recipe.start is None:
         return None
     with naming("--start", folder := Path(recipe.start)):
-        start = (read_dflash if isinstance(recipe, BlockRecipe) else read_head)(folder, target)
+        read = {DFlashHead.name: read_dflash, DSparkHead.name: read_dspark}.get(recipe.kind, read_head)
+        start = read(folder, target)
         kind, ids = start.config.kind, start.config.token_map
         if kind != recipe.kind:
             raise ModelError(f"holds a head of the kind {kind}, and this run trains one of the kind {recipe.kind}")
@@ -112,6 +127,9 @@ def new_head(recipe: Recipe, model: Model, ids: Tensor, taps: tuple[int, ...], s
         config = DFlashConfig(
             recipe.kind, shape, taps, ids, block_size=recipe.block_size, mask_token=recipe.mask_token
         )
+        if kind is DSparkHead:
+            rank = recipe.markov_rank
+            config = DSparkConfig(**vars(config), rank=rank, confidence=shape.hidden_size + rank)
     head = kind(config, model).float()
     with torch.no_grad():
         for name, parameter in head.named_parameters():
@@ -119,6 +137,10 @@ def new_head(recipe: Recipe, model: Model, ids: Tensor, taps: tuple[int, ...], s
                 parameter.normal_(0.0, 0.02)
             elif name.endswith("bias"):
                 parameter.zero_()
+        if isinstance(head, DSparkHead):  # the Markov head starts with no say
+            parameters = dict(head.named_parameters())
+            parameters[BEFORE].normal_()
+            parameters[PAIRS].zero_()
         assert head.lm_head is not None
         head.lm_head.weight.copy_(slice_head(model, ids).float())
         if isinstance(head, (Eagle3Head, DFlashHead)):
@@ -144,6 +166,8 @@ def _fill(head: DraftHead, config: HeadConfig, start: Published) -> None:
     tensors, own = dict(start.tensors), head_tensors(head, start.layer_name)
     if not isinstance(head, Eagle3Head):
         tensors["lm_head.weight"] = own["lm_head.weight"]  # the target's rows, which are in no file
+    if PAIRS in tensors:
+        tensors[PAIRS] = tensors[PAIRS][config.token_map]
     load_weights(own, tensors.items())
 
 
@@ -187,6 +211,16 @@ def export(head: DraftHead, model: Model, folder: Path) -> None:
                     "block_size": head.block_size, "mask_token_id": head.mask_token, "target_layer_ids": outputs,
                 },
             }  # fmt: skip
+            if isinstance(head, DSparkHead):  # DeepSeek's keys, all at the top level
+                tensors[PAIRS] = torch.zeros(c.vocab_size, tensors[PAIRS].shape[1]).bfloat16().index_copy(
+                    0, ids, tensors[PAIRS])  # fmt: skip
+                config |= config.pop("dflash_config") | {
+                    "architectures": DSPARK_MODELS[:1],
+                    "markov_rank": tensors[PAIRS].shape[1],
+                    "markov_head_type": "vanilla",
+                    "enable_confidence_head": True,
+                    "confidence_head_with_markov": True,
+                }
         elif isinstance(head, MtpHead):
             tensors = {f"model.{name}": tensor for name, tensor in tensors.items()}
             config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1}

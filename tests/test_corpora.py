@@ -15,7 +15,9 @@ from test_llm import CONFIG, DUMMY
 from minispec import LLM, SamplingParams
 from minispec.config import Config
 from minispec.corpora import DEPTH, END, SHORTEST, Corpora, Corpus, sort_places
-from minispec.request import RequestError
+from minispec.lookup import Texts
+from minispec.ngram import NgramDrafter, NgramOptions
+from minispec.request import Hints, RequestError
 
 
 def corpus(*documents: list[int]) -> Corpus:
@@ -55,12 +57,41 @@ def test_a_draft_ends_with_its_document_and_stays_in_the_document_it_began_in() 
     assert table.follow(0, [0, 3, 4], 12, 12) == ([5, 6, 7], 2), "two tokens are enough near the last match"
     assert table.follow(1, [0, 3, 4], 12, 12) == ([], 0) and table.follow(0, [5, 6, 7], 12, 12) == ([], 3)
     table.put("b", corpus([1, 2, 3, 9, 9]))
-    table.name(2, "b")
+    table.limit(2, "b")
     assert table.follow(2, [1, 2, 3], 1, 12) == ([9], 3)
     table.put("b", None)
     assert table.follow(2, [1, 2, 3], 3, 12) == ([], 0), "who names one drafts from no other"
     table.release(2)
     assert table.follow(2, [1, 2, 3], 2, 12) == ([4, 5], 3)
+    table.limit(3, None)
+    assert table.follow(3, [1, 2, 3], 2, 12) == ([], 0), "a private request drafts from the corpus it names alone"
+
+
+@pytest.mark.parametrize("made", [NgramDrafter, lambda options: Texts(NgramDrafter(options))])
+def test_a_private_request_drafts_from_its_own_text_and_the_corpus_that_it_names(made: Any) -> None:
+    drafter = made(NgramOptions(nodes=4))
+    drafter.corpora.put("c", corpus([31, 32, 33, 34, 35]))
+    drafter.commit(1, [1, 2, 3, 4, 5])
+    drafter.hint(2, Hints(private=True))
+    drafter.hint(3, Hints(private=True, corpus="c"))
+    drafter.commit(2, [11, 12, 13, 14, 11, 12, 13])
+    drafter.commit(3, [9, 31, 32, 33])
+
+    def drafted() -> list[list[int]]:
+        if isinstance(drafter, Texts):  # or there is no time to look at what others wrote
+            drafter._began, drafter._debt = 0.0, -1e9
+        return [draft.tokens[1:] for draft in drafter.propose([1, 2, 3])]
+
+    assert drafted()[1:] == [[14, 11, 12], [34, 35]], "its own text, and the corpus it names"
+    drafter.commit(2, [31, 32, 33])
+    assert drafted()[1] == [], "not the corpus that it does not name"
+    drafter.commit(2, [2, 3])
+    drafter.commit(1, [12, 13])
+    drafter.commit(3, [14, 13])
+    assert drafted() == [[], [], []], "nobody drafts from another's text"
+    drafter.release(2)
+    drafter.commit(2, [3, 14, 13])
+    assert drafted()[1] == [], "a slot's next request neither"
 
 
 WISHES = [SamplingParams(temperature=heat, sampling_seed=seed, max_new_tokens=40)

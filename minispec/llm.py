@@ -81,11 +81,11 @@ class LLM:
                 decode_log_interval=config.decode_log_interval,
                 random_seed=config.random_seed,
                 adapts_from=config.adapts_from(engine.device.type == "cuda"),
+                allows=allows(config, {size.nodes: size.steps for size in engine.drafter.trees}),
+                greedy=config.verifies_greedily,
+                record_times=config.record_step_time,
             ),
         )
-        self.scheduler.policy.allows = allows(config, {size.nodes: size.steps for size in engine.drafter.trees})
-        self.scheduler.greedy = config.verifies_greedily
-        self.scheduler.metrics.recorded = {} if config.record_step_time else None
         self.corpora = Library(engine.drafter.corpora, self.tokenizer, config.speculative_ngram_corpus_folder,
                                config.speculative_ngram_external_corpus_max_tokens)  # fmt: skip
         if config.speculative_ngram_external_corpus_path is not None:

@@ -26,7 +26,7 @@ DEPTH = 16  # by how many tokens of their contexts places are ordered
 AROUND = 2048  # so many tokens before and behind the last match are looked through first
 FARTHER = 3  # by so many tokens a match elsewhere must be longer than one near the last match
 CROWDED = 32  # of the places near the last match so many are compared
-SHORTEST = 3  # tokens of the shortest match: two tokens occur too often in large texts for what follows them to hold
+SHORTEST = 5  # tokens of the shortest match far from the last one: fewer tokens match somewhere in any large text
 
 Tokens = NDArray[np.int32]
 
@@ -126,17 +126,18 @@ class Corpora:
     def follow(self, slot: int, text: Sequence[int], count: int, longest: int) -> tuple[list[int], int]:
         """Return what followed the longest match of a text's last tokens, at most `count` tokens, and its length.
 
-        slot: of the request whose text it is. Empty and 0 if no corpus of the request has a match.
+        slot: of the request whose text it is. Empty and 0 if no corpus of the request has a match. The corpus of the
+        last match keeps the text unless a match of another one is longer by FARTHER tokens, as `Corpus.find` says.
         """
         all_ = self._all
         if not all_:
             return [], 0
-        last, best = self._last.get(slot, ("", 0)), (0, 0, "")
+        last, best = self._last.get(slot, ("", 0)), (0, False, 0, 0, "")
         for key in all_ if slot not in self._limits else all_.keys() & {self._limits[slot]}:
-            found = all_[key].find(text, longest, last[1] if key == last[0] else None)
-            if found[0] > best[0]:
-                best = *found, key
-        match, at, key = best
+            stays = key == last[0]
+            match, at = all_[key].find(text, longest, last[1] if stays else None)
+            best = max(best, (match + (FARTHER - 1) * stays if match else 0, stays, match, at, key))
+        _, _, match, at, key = best
         if not match:
             return [], 0
         self._last[slot] = key, at

@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -48,15 +48,21 @@ class Draft:
     match_length: int = 0
     # Who proposed the tree, for traces and counts: "lookup" if it was found in a text. Not compared by ==.
     source: str = field(default="host", compare=False)
+    corpus: bool = False  # whether that text is of an external corpus
 
     @property
     def match(self) -> int:
-        """The class of match: `match_length`, but at least 1 for a tree with drafts, and 0 for a root alone."""
-        return max(self.match_length, 1) if len(self.tokens) > 1 else 0
+        """The class of match: `match_length`, but at least 1 for a tree with drafts, and 0 for a root alone.
+
+        The classes of trees from an external corpus are negative: there a match of as many tokens holds less often.
+        """
+        if len(self.tokens) == 1:
+            return 0
+        return -self.match_length if self.corpus else max(self.match_length, 1)
 
     def cut(self, nodes: int) -> Draft:
         """Return the first `nodes` nodes, which form a tree, since parents precede children."""
-        return Draft(self.tokens[:nodes], self.parents[:nodes], self.match_length, self.source)
+        return replace(self, tokens=self.tokens[:nodes], parents=self.parents[:nodes])
 
     def holds(self, tokens: Sequence[int], nodes: int | None = None) -> int:
         """Return how many of `tokens`, from the first on, form a path below the root of this tree, cut to `nodes`."""

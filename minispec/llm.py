@@ -86,10 +86,8 @@ class LLM:
                 record_times=config.record_step_time,
             ),
         )
-        self.corpora = Library(engine.drafter.corpora, self.tokenizer, config.speculative_ngram_corpus_folder,
-                               config.speculative_ngram_external_corpus_max_tokens)  # fmt: skip
-        if config.speculative_ngram_external_corpus_path is not None:
-            self.corpora.at_start(config.speculative_ngram_external_corpus_path)
+        self.corpora = Library(engine.drafter.corpora, self.tokenizer, config)
+        self.corpora.start()
         engine.when_settled(self.scheduler.restart_times)  # step times taken while a compiler ran mean nothing
         engine.when_settled(self.move_weights)
         logger.info("%s", startup_line(config, self.scheduler))

@@ -98,7 +98,7 @@ class Texts(HostDrafter):
         open_ = [slot for slot, echo in zip(slots, echoes, strict=True) if echo.match < longest]
         shared = dict(zip(open_, self.shared.propose(open_), strict=True))
         drafts = [
-            echo if echo.match >= (draft := shared.get(slot, NOTHING)).match else draft
+            echo if echo.match >= (draft := shared.get(slot, NOTHING)).match_length else draft
             for slot, echo in zip(slots, echoes, strict=True)
         ]
         # Unused time is not saved up. A debt beyond a long step's share comes from a pause of the machine: cut it off.

@@ -421,9 +421,9 @@ class NgramDrafter(HostDrafter):
         """Return the draft of the external corpora if it comes from a longer match than this one."""
         newest = self._texts[slot].newest
         tokens, match = self.corpora.follow(slot, newest, self.nodes - 1, self.options.max_match)
-        if not tokens or match <= draft.match:
+        if not tokens or match <= draft.match_length:
             return draft
-        return Draft([newest[-1], *tokens], list(range(-1, len(tokens))), match, "lookup")
+        return Draft([newest[-1], *tokens], list(range(-1, len(tokens))), match, "lookup", corpus=True)
 
     def _draft(self, text: _Text) -> Draft:
         text.drafted = True

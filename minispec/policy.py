@@ -234,7 +234,8 @@ class Matches:
         self._means[nodes, match] = mean + max(self.rate, 1 / (seen + 1)) * (emitted - mean), seen + 1
 
     def _mean(self, nodes: int, match: int) -> tuple[float, int]:
-        guess = min(1.0 + 0.5 * max(match - SHORT, 0), float(nodes))
+        worth = 0.5 if match > 0 else 0.2  # of each token beyond SHORT
+        guess = min(1.0 + worth * max(abs(match) - SHORT, 0), float(nodes))
         return self._means.get((nodes, match), (guess, self.guess_weight))
 
 

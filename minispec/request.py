@@ -285,7 +285,7 @@ class Hints(NamedTuple):
     """What a request says of its drafts. It changes no token."""
 
     prediction: Sequence[int] = ()  # tokens that the output is expected to resemble
-    private: bool = False  # whether it drafts from its own text and the corpus it names, and other requests from neither
+    private: bool = False  # whether it drafts from its own text and the corpus it names, and nobody else from its text
     corpus: str | None = None  # the external corpus to draft from; None: all, but none if private
 
 

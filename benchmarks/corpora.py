@@ -3,9 +3,9 @@
 The documents are the default model's own replies (replies/), as tokens. The model answers the same questions anew,
 greedily, one request at a time. `python -m benchmarks.corpora PART ...` measures one or more parts:
 
-    sizes    the model's earlier answers alone and inside more and more tokens of others: accept length, time of a step
+    sizes    the model's earlier answers inside more and more tokens of others, in turn with them alone (A-B-B-A)
     beside   the same, and another wording of each question, beside 0, 1 and 4 corpora that have nothing on it, in turn
-             with lookups in the prompt alone (A-B-B-A); once with NGRAM, once beside EAGLE3
+             with lookups in the prompt alone; once with NGRAM, once beside EAGLE3
     build    a corpus added as an operator adds it, by texts and by file_path: seconds, and decoding meanwhile
     restart  a server that has just started, without and with what an earlier one saved, against a warm one
 """
@@ -91,21 +91,22 @@ class Run:
         return tokens / steps, tokens / seconds, [list(request.output_ids) for request in requests]
 
     def in_turn(self, questions: Sequence[Ids], corpora: dict[str, dict[str, Corpus]]) -> None:
-        """Print a line for each set of corpora: all sets are run once, and once more in the reverse order."""
-        found: dict[str, list[tuple[float, float, list[Ids]]]] = {name: [] for name in corpora}
-        for name in [*corpora, *reversed(corpora)]:
-            self.put(corpora[name])
-            found[name].append(self.answer(questions))
-        first = next(iter(found.values()))
-        base = sum(speed for _, speed, _ in first)
-        for name, runs in found.items():
-            same = sum(a == b for a, b in zip(runs[0][2], first[0][2], strict=True))
-            length, speed = (statistics.mean(run[i] for run in runs) for i in (0, 1))
-            step = 1e3 * statistics.mean(run[0] / run[1] for run in runs)
-            print(f"| {name} | {length:.2f} | {speed:.1f} | {2 * speed / base:.3f} | {step:.2f} | {same} |", flush=True)
+        """Print a line for each set of corpora but the first one, with which each takes turns: A-B-B-A."""
+        base, *others = corpora
+        for name in others:
+            found: dict[str, list[tuple[float, float, list[Ids]]]] = {base: [], name: []}
+            for which in (base, name, name, base):
+                self.put(corpora[which])
+                found[which].append(self.answer(questions))
+            same = sum(a == b for a, b in zip(found[base][0][2], found[name][0][2], strict=True))
+            lengths, speeds = ([statistics.mean(run[i] for run in runs) for runs in found.values()] for i in (0, 1))
+            steps = [1e3 * length / speed for length, speed in zip(lengths, speeds, strict=True)]
+            print(f"| {name} | {lengths[1]:.2f} ({lengths[0]:.2f}) | {speeds[1] / speeds[0]:.3f} | {speeds[1]:.1f} | "
+                  f"{steps[1]:.2f} ({steps[0]:.2f}) | {same} of {len(questions)} |", flush=True)  # fmt: skip
 
 
-HEAD = "| corpora | accept length | tokens/s | of the first | ms a step | same answers |\n|---|--:|--:|--:|--:|--:|"
+# In brackets: of the corpora that each takes turns with.
+HEAD = "| corpora | accept length | tokens/s: ratio | tokens/s | ms a step | same answers |\n|---|--:|--:|--:|--:|--:|"
 WORDED = "Answer in a few sentences: "
 
 
@@ -115,13 +116,14 @@ def sizes(args: argparse.Namespace) -> None:
     questions, others = [q for q, _ in texts[: args.questions]], [[*q, *a] for q, a in texts[args.questions :]]
     run.answer(questions[:2])
     own = [[*q, *a] for q, a in zip(questions, run.answer(questions)[2], strict=True)]  # as it answers today
-    held: dict[str, dict[str, Corpus]] = {"none": {}}
+    held: dict[str, dict[str, Corpus]] = {}
     for size in (sum(map(len, own)), *args.sizes):
         started = time.perf_counter()
         made = corpus([*own, *others] if size in args.sizes else own, size)
         took, beside = time.perf_counter() - started, made.places.nbytes / len(made.tokens)
         held[f"{len(made.tokens):,} tokens, sorted in {took:.1f} s, {beside:.0f} bytes a token more"] = {"x": made}
     print(HEAD)
+    run.in_turn(questions, {"none": {}, next(iter(held)): next(iter(held.values()))})
     run.in_turn(questions, held)
 
 

@@ -123,11 +123,14 @@ def test_texts_are_the_same_with_corpora_that_come_and_go_and_earlier_answers_do
     scheduler, table = tiny_llm.scheduler, tiny_llm.scheduler.engine.drafter.corpora
     assert table is not None
 
-    def run(wishes: list[SamplingParams], change: int | None = None) -> tuple[list[list[int]], float]:
-        """Return the texts and the accept length; after `change` steps the corpora are removed."""
+    def run(
+        wishes: list[SamplingParams], change: int | None = None, salt: str = ""
+    ) -> tuple[list[list[int]], float, list[float]]:
+        """Return the texts and the accept length, of all and of each; after `change` steps the corpora are removed."""
         assert scheduler.flush_cache()
         requests = [tiny_llm.request(ids, wish) for ids, wish in zip(PROMPTS, wishes, strict=True)]
-        for request in requests:
+        for i, request in enumerate(requests):
+            request.salt = salt and f"{salt} {i}"
             scheduler.validate(request)
             scheduler.submit(request)
         steps = 0
@@ -136,18 +139,23 @@ def test_texts_are_the_same_with_corpora_that_come_and_go_and_earlier_answers_do
             steps += 1
             if steps == change:
                 table.put("mine", None)
-        return [request.output_ids for request in requests], scheduler.metrics.verified.accept_length
+        lengths = [request.verified.accept_length for request in requests]
+        return [request.output_ids for request in requests], scheduler.metrics.verified.accept_length, lengths
 
-    plain, cold = run(WISHES)
+    plain, cold, _ = run(WISHES)
     answers = corpus(*([*ids, *text] for ids, text in zip(PROMPTS, plain, strict=True)))
     table.put("mine", answers)
     table.put("other", corpus([random.Random(1).randrange(50) for _ in range(500)]))
-    texts, warm = run(WISHES)
+    texts, warm, each = run(WISHES)
     assert texts == plain and warm >= 2 * cold, (warm, cold)
     named = [SamplingParams(**{**vars(wish), "ngram_corpus_id": "other" if i % 2 else "mine"})
              for i, wish in enumerate(WISHES)]  # fmt: skip
-    texts, half = run(named)
-    assert texts == plain and cold < half < warm, "half of the requests name a corpus that does not help"
+    texts, _, mixed = run(named)
+    assert texts == plain and mixed[::2] == each[::2] and max(mixed[1::2]) < 2 < min(each), "a name is a limit"
+    texts, salted, _ = run(WISHES, salt="of")
+    assert texts == plain and salted < 2, "without a name a salt shuts corpora out"
+    texts, _, mixed = run(named, salt="of")
+    assert texts == plain and mixed[::2] == each[::2] and max(mixed[1::2]) < 2, "with a name it does not"
     assert run(WISHES, change=4)[0] == plain and "mine" not in table
     table.put("other", None)
 

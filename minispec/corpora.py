@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 END = -1  # ends a document
-DEPTH = 16  # by how many tokens of their contexts places are ordered
+DEPTH = 32  # by how many tokens of their contexts places are ordered; twelve are often the same in several replies
 AROUND = 2048  # so many tokens before and behind the last match are looked through first
 FARTHER = 3  # by so many tokens a match elsewhere must be longer than one near the last match
 CROWDED = 32  # of the places near the last match so many are compared

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from minispec.corpora import Corpora
+from minispec.corpora import DEPTH, Corpora
 from minispec.drafter import Draft, HostDrafter
 from minispec.request import Hints
 
@@ -377,7 +377,7 @@ class _Text:
     """A request's text as the drafter sees it, or the request's predicted output."""
 
     trie: Trie  # the trie in which the text is indexed; a private or predicted text has one of its own
-    newest: list[int] = field(default_factory=list)  # the last max_match tokens, which are looked up
+    newest: list[int] = field(default_factory=list)  # the last tokens, which are looked up
     path: list[int] = field(default_factory=list)  # the open paths of the part that is indexed
     waiting: deque[int] = field(default_factory=deque)  # the tokens that are not indexed yet
     replayed: int = 0  # how many of `waiting`, from its front, were counted before the request was retracted
@@ -420,19 +420,21 @@ class NgramDrafter(HostDrafter):
     def _longer(self, slot: int, draft: Draft) -> Draft:
         """Return the draft of the external corpora if it comes from a longer match than this one."""
         newest = self._texts[slot].newest
-        tokens, match = self.corpora.follow(slot, newest, self.nodes - 1, self.options.max_match)
+        tokens, match = self.corpora.follow(slot, newest, self.nodes - 1, DEPTH)
         if not tokens or match <= draft.match_length:
             return draft
+        match = min(match, self.options.max_match)  # longer ones are one class
         return Draft([newest[-1], *tokens], list(range(-1, len(tokens))), match, "lookup", corpus=True)
 
     def _draft(self, text: _Text) -> Draft:
         text.drafted = True
-        path = text.trie.locate(text.newest) if text.waiting else text.path
+        newest = text.newest[-self.options.max_match :]
+        path = text.trie.locate(newest) if text.waiting else text.path
         draft = text.trie.draft(path, text.newest[-1])
         if text.expected is None:
             return draft
         private = text.expected.trie
-        special = private.draft(private.locate(text.newest), text.newest[-1])
+        special = private.draft(private.locate(newest), text.newest[-1])
         return special if special.match_length >= draft.match_length else draft
 
     def hint(self, slot: int, hints: Hints) -> None:
@@ -457,7 +459,7 @@ class NgramDrafter(HostDrafter):
         if again and text.fresh:
             raise ValueError(f"slot {slot}: tokens committed again must precede all new ones")
         text.fresh = not again
-        text.newest = [*text.newest, *tokens][-self.options.max_match :]
+        text.newest = [*text.newest, *tokens][-max(self.options.max_match, DEPTH) :]
         if text.drafted and not text.waiting and not again and self.seconds is None:
             for token in tokens:
                 text.path = text.trie.extend(text.path, token)

@@ -1,8 +1,13 @@
 """External corpora on real text: what they give, and what they cost. Prints Markdown lines.
 
-The texts are the default model's own replies (replies/), and their documents are tokens as they were made. The model
-answers the same questions anew, greedily, with NGRAM, one request at a time, and the corpus has its earlier answers.
-`python -m benchmarks.corpora` takes some five minutes on two cores; `--sizes` says inside how many tokens of others.
+The documents are the default model's own replies (replies/), as tokens. The model answers the same questions anew,
+greedily, one request at a time. `python -m benchmarks.corpora PART ...` measures one or more parts:
+
+    sizes    the model's earlier answers inside more and more tokens of others, in turn with them alone (A-B-B-A)
+    beside   the same, and another wording of each question, beside 0, 1 and 4 corpora that have nothing on it, in turn
+             with lookups in the prompt alone; once with NGRAM, once beside EAGLE3
+    build    a corpus added as an operator adds it, by texts and by file_path: seconds, and decoding meanwhile
+    restart  a server that has just started, without and with what an earlier one saved, against a warm one
 """
 
 from __future__ import annotations
@@ -11,126 +16,213 @@ import argparse
 import json
 import lzma
 import statistics
-import threading
+import tempfile
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
 from minispec import LLM, SamplingParams
-from minispec.corpora import END, Corpus, sort_places
+from minispec.corpora import END, Corpora, Corpus, sort_places
 from minispec.load.default_model import ensure_default_model
 from minispec.load.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
+Ids = list[int]
 
 
-def replies(count: int | None) -> list[tuple[list[int], list[int]]]:
-    """Return questions and greedy answers of the shards, as ids."""
-    found = []
+def replies(tokens: int) -> list[tuple[Ids, Ids]]:
+    """Return questions and answers of the shards, as ids: so many tokens, or all there are."""
+    found, count = [], 0
     for file in sorted((ROOT / "replies").glob("*.jsonl.xz")):
         for line in lzma.open(file, "rt"):
             row = json.loads(line)
             if "ids" in row and len(row["ids"]) - row["start"] >= 120:
                 found.append((row["ids"][: row["start"]], row["ids"][row["start"] :]))
-            if count is not None and len(found) >= count:
-                return found
+                count += len(row["ids"])
+                if count >= tokens:
+                    return found
     return found
 
 
-def corpus(documents: list[list[int]], tokens: int) -> Corpus:
-    """Return a corpus of documents, taken in turn until there are so many tokens."""
+def corpus(documents: Sequence[Ids], tokens: int = 0) -> Corpus:
+    """Return a corpus of documents, each once, and again in turn until there are so many tokens."""
     parts, count = [], 0
-    for document in documents * (1 + tokens // sum(map(len, documents))):
-        parts.append(np.array([*document, END], np.int32))
-        count += len(document)
-        if count >= tokens:
-            break
+    while not parts or count < tokens:
+        for document in documents:
+            parts.append(np.array([*document, END], np.int32))
+            count += len(document)
+            if count >= tokens > 0:
+                break
     text = np.concatenate(parts)
     return Corpus(text, sort_places(text))
 
 
-def run(llm: LLM, questions: list[list[int]], length: int = 96) -> tuple[float, float, float, list[list[int]]]:
-    """Return accept length, tokens a second, the median of a step in ms, and the answers."""
-    scheduler = llm.scheduler
-    assert scheduler.flush_cache()
-    scheduler.metrics.recorded = {}
-    requests = [llm.request(ids, SamplingParams(temperature=0, max_new_tokens=length)) for ids in questions]
-    for request in requests:
-        llm.serve([request])
-    m = scheduler.metrics
-    speed = m.verified.tokens.total() / (m.step_seconds + m.host_seconds)
-    step = statistics.median(m.recorded[1]) * 1e3 if m.recorded else 0.0
-    return m.verified.accept_length, speed, step, [list(r.output_ids) for r in requests]
+class Run:
+    """A model that answers questions, with a table of corpora."""
+
+    def __init__(self, compiled: bool, **flags: object) -> None:
+        options = {"max_running_requests": 1, "batches": (1,), "disable_torch_compile": not compiled, **flags}
+        self.llm = LLM(**options)
+        table = self.llm.scheduler.engine.drafter.corpora
+        assert isinstance(table, Corpora)
+        self.table = table
+
+    def put(self, corpora: dict[str, Corpus]) -> None:
+        """Draft from these corpora and no others."""
+        for name in [*self.table._all]:
+            self.table.put(name, None)
+        for name, one in corpora.items():
+            self.table.put(name, one)
+
+    def answer(self, questions: Sequence[Ids], length: int = 96, keep: bool = False) -> tuple[float, float, list[Ids]]:
+        """Return accept length, tokens a second and the answers; keep: what was learned of earlier ones stays."""
+        scheduler = self.llm.scheduler
+        assert keep or scheduler.flush_cache()
+        m = scheduler.metrics
+        before = m.verified.tokens.total(), m.verified.steps.total(), m.step_seconds + m.host_seconds
+        requests = [self.llm.request(ids, SamplingParams(temperature=0, max_new_tokens=length)) for ids in questions]
+        for request in requests:
+            self.llm.serve([request])
+        after = m.verified.tokens.total(), m.verified.steps.total(), m.step_seconds + m.host_seconds
+        tokens, steps, seconds = (b - a for a, b in zip(before, after, strict=True))
+        return tokens / steps, tokens / seconds, [list(request.output_ids) for request in requests]
+
+    def in_turn(self, questions: Sequence[Ids], corpora: dict[str, dict[str, Corpus]]) -> None:
+        """Print a line for each set of corpora but the first one, with which each takes turns: A-B-B-A."""
+        base, *others = corpora
+        for name in others:
+            found: dict[str, list[tuple[float, float, list[Ids]]]] = {base: [], name: []}
+            for which in (base, name, name, base):
+                self.put(corpora[which])
+                found[which].append(self.answer(questions))
+            same = sum(a == b for a, b in zip(found[base][0][2], found[name][0][2], strict=True))
+            lengths, speeds = ([statistics.mean(run[i] for run in runs) for runs in found.values()] for i in (0, 1))
+            steps = [1e3 * length / speed for length, speed in zip(lengths, speeds, strict=True)]
+            print(f"| {name} | {lengths[1]:.2f} ({lengths[0]:.2f}) | {speeds[1] / speeds[0]:.3f} | {speeds[1]:.1f} | "
+                  f"{steps[1]:.2f} ({steps[0]:.2f}) | {same} of {len(questions)} |", flush=True)  # fmt: skip
+
+
+# In brackets: of the corpora that each takes turns with.
+HEAD = "| corpora | accept length | tokens/s: ratio | tokens/s | ms a step | same answers |\n|---|--:|--:|--:|--:|--:|"
+WORDED = "Answer in a few sentences: "
+
+
+def sizes(args: argparse.Namespace) -> None:
+    """Measure earlier answers inside more and more tokens of others; trees have a fixed size."""
+    run, texts = Run(args.compiled, speculative_algorithm="NGRAM", speculative_num_draft_tokens=12), replies(10**8)
+    questions, others = [q for q, _ in texts[: args.questions]], [[*q, *a] for q, a in texts[args.questions :]]
+    run.answer(questions[:2])
+    own = [[*q, *a] for q, a in zip(questions, run.answer(questions)[2], strict=True)]  # as it answers today
+    held: dict[str, dict[str, Corpus]] = {}
+    for size in (sum(map(len, own)), *args.sizes):
+        started = time.perf_counter()
+        made = corpus([*own, *others] if size in args.sizes else own, size)
+        took, beside = time.perf_counter() - started, made.places.nbytes / len(made.tokens)
+        held[f"{len(made.tokens):,} tokens, sorted in {took:.1f} s, {beside:.0f} bytes a token more"] = {"x": made}
+    print(HEAD)
+    run.in_turn(questions, {"none": {}, next(iter(held)): next(iter(held.values()))})
+    run.in_turn(questions, held)
+
+
+def beside(args: argparse.Namespace) -> None:
+    """Measure relevant and irrelevant corpora; a step has trees where measured times favour them."""
+    texts = replies(1_000_000)
+    tokenizer = load_tokenizer(ensure_default_model(print))
+    others = [[*q, *a] for q, a in texts[args.questions :]]
+    apart = {f"other {i}": corpus(others[i::4], 200_000) for i in range(4)}
+    one = dict([*apart.items()][:1])
+    for method in args.methods:
+        run = Run(args.compiled, speculative_algorithm=method)
+        questions = [q for q, _ in texts[: args.questions]]
+        said = [tokenizer.decode(ids, skip_special_tokens=True).rpartition("user\n")[2] for ids in questions]
+        reworded = [tokenizer.encode_chat([{"role": "user", "content": WORDED + text.partition("\nassistant")[0]}])
+                    for text in said]  # fmt: skip
+        run.answer(questions[:2])
+        mine = {"mine": corpus([[*q, *a] for q, a in zip(questions, run.answer(questions)[2], strict=True)])}
+        sets: dict[str, dict[str, Corpus]] = {
+            "none": {}, "1 irrelevant": one, "4 irrelevant": apart, "its answers": mine,
+            "its answers, 1 irrelevant": {**one, **mine}, "its answers, 4 irrelevant": {**apart, **mine},
+        }  # fmt: skip
+        for what, asked in (("the same questions", questions), ("the same questions in other words", reworded)):
+            print(f"\n{method}, {what}\n\n{HEAD}")
+            run.in_turn(asked, sets)
+
+
+def build(args: argparse.Namespace) -> None:
+    """Measure building as an operator has it done."""
+    run, texts = Run(args.compiled, speculative_algorithm="NGRAM"), replies(10**8)
+    questions, library = [q for q, _ in texts[:4]], run.llm.corpora
+    tokenizer = load_tokenizer(ensure_default_model(print))
+    run.answer(questions[:2])
+    for size, by_file in [(10**6, False)] + [(size, True) for size in args.sizes if size > 10**6]:
+        lines = [tokenizer.decode([*q, *a]) for q, a in texts]
+        count, wanted = 0, []
+        while count < size:
+            for text, (q, a) in zip(lines, texts, strict=True):
+                wanted.append(text)
+                count += len(q) + len(a)
+                if count >= size:
+                    break
+        before, how, said = run.answer(questions)[1], "by file_path" if by_file else "by documents", [0.0]
+        with tempfile.TemporaryDirectory() as folder:
+            library.root = folder
+            if by_file:
+                Path(folder, "texts.jsonl").write_text("".join(json.dumps(text) + "\n" for text in wanted))
+
+            given = ("big", None, "texts.jsonl") if by_file else ("big", wanted, None)
+            started, during = time.perf_counter(), []
+            with ThreadPoolExecutor(1) as pool:
+                adding = pool.submit(library.add, *given)
+                adding.add_done_callback(lambda _, said=said, began=started: said.append(time.perf_counter() - began))
+                while not adding.done():
+                    during.append(run.answer(questions[:2])[1])
+        library.remove("big")
+        after = run.answer(questions)[1]
+        speed = statistics.median(during) / ((before + after) / 2)
+        print(f"{adding.result()[1]:,} tokens {how} are there after {said[-1]:.1f} s; meanwhile {speed:.3f} of the "
+              "tokens/s before and after", flush=True)  # fmt: skip
+
+
+def restart(args: argparse.Namespace) -> None:
+    """Measure a cold server, a warm one, and one that starts with what the warm one saved."""
+    questions = [q for q, _ in replies(100_000)[: args.questions]]
+    with tempfile.TemporaryDirectory() as folder:
+        flags = {"speculative_algorithm": "NGRAM", "speculative_ngram_learned_folder": folder}
+        print("| server | accept length | tokens/s |\n|---|--:|--:|")
+        run = Run(args.compiled, **flags)
+        requests = [run.llm.request(ids, SamplingParams(temperature=0, max_new_tokens=96)) for ids in questions]
+        for name in ("cold", "warm: the same questions again", "warm, once more"):
+            if name == "cold":
+                assert run.llm.scheduler.flush_cache()
+            length, speed, answers = run.answer(questions, keep=True)
+            print(f"| {name} | {length:.2f} | {speed:.1f} |", flush=True)
+        for request, answer in zip(requests, answers, strict=True):
+            request.output_ids = answer
+            run.llm.corpora.learn(request)
+        run.llm.corpora.save()
+        run = Run(args.compiled, **flags)
+        for name in ("restarted with what was saved", "the same again, warm"):
+            length, speed, _ = run.answer(questions, keep=True)
+            print(f"| {name} | {length:.2f} | {speed:.1f} |", flush=True)
+
+
+PARTS = {"sizes": sizes, "beside": beside, "build": build, "restart": restart}
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure the parts that are named, and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="+", choices=PARTS)
     parser.add_argument("--sizes", type=int, nargs="*", default=[10**5, 10**6], help="tokens of others")
-    parser.add_argument("--questions", type=int, default=8)
-    parser.add_argument("--disable-torch-compile", action="store_true")
+    parser.add_argument("--questions", type=int, default=6)
+    parser.add_argument("--methods", nargs="*", default=["NGRAM", "EAGLE3"])
+    parser.add_argument("--disable-torch-compile", dest="compiled", action="store_false")
     args = parser.parse_args()
-    # Trees of a fixed size, so that accept lengths compare; the policy has no part in them.
-    llm = LLM(speculative_algorithm="NGRAM", speculative_num_draft_tokens=12, max_running_requests=1, batches=(1,),
-              disable_torch_compile=args.disable_torch_compile)  # fmt: skip
-    table = llm.scheduler.engine.drafter.corpora
-    assert table is not None
-    everything = replies(None)
-    mine, others = everything[: args.questions], [[*q, *a] for q, a in everything[args.questions :]]
-    questions = [question for question, _ in mine]
-    run(llm, questions[:2])
-    cold = run(llm, questions)
-    own = [[*question, *answer] for question, answer in zip(questions, cold[3], strict=True)]  # its answers of today
-    print("| corpus | accept length | tokens/s | step, ms | built in, s |\n|---|--:|--:|--:|--:|")
-    print(f"| none | {cold[0]:.2f} | {cold[1]:.1f} | {cold[2]:.1f} | |", flush=True)
-    same: list[int] = []  # in bfloat16 near-ties may change a token
-    for size in [0, *args.sizes]:
-        started = time.perf_counter()
-        table.put("x", corpus([*own, *others], size or sum(map(len, own))))
-        built = time.perf_counter() - started
-        now = run(llm, questions)
-        print(f"| {len(table._all['x'].tokens)} tokens | {now[0]:.2f} | {now[1]:.1f} | {now[2]:.1f} | {built:.1f} |",
-              flush=True)  # fmt: skip
-        same.append(sum(a == b for a, b in zip(now[3], cold[3], strict=True)))
-    print(f"\nanswers of {len(questions)} that stay the same: {', '.join(map(str, same))}")
-    table.put("x", None)
-    llm.scheduler.policy.adapts_from = 1  # from here on a step has trees only where they are worth their time
-    for count in (1, 4):  # A-B-B-A against no corpus
-        for i in range(count):
-            table.put(f"other{i}", corpus(others[i::count], 200_000))
-        kept = dict(table._all)
-        speeds: dict[str, list[float]] = {"none": [], "corpora": []}
-        lengths: dict[str, float] = {}
-        for which in ("none", "corpora", "corpora", "none"):
-            table._all = kept if which == "corpora" else {}
-            length, speed, *_ = run(llm, questions)
-            speeds[which].append(speed)
-            lengths[which] = length
-        ratio = sum(speeds["corpora"]) / sum(speeds["none"])
-        print(f"\n{count} irrelevant corpora of 200,000 tokens: accept length {lengths['corpora']:.2f} against "
-              f"{lengths['none']:.2f}, tokens/s {ratio:.3f} of those without", flush=True)  # fmt: skip
-        table._all = {}
-    tokenizer = load_tokenizer(ensure_default_model(print))
-    texts = [tokenizer.decode(ids) for ids in others[: 10**6 // (sum(map(len, others)) // len(others))]]
-    before = run(llm, questions)[1]
-    took: list[float] = []
-
-    def build() -> None:
-        """Add a million tokens as a client would."""
-        started = time.perf_counter()
-        print(f"\n{llm.corpora.add('million', texts, None)[1]} tokens are added ", end="", flush=True)
-        took.append(time.perf_counter() - started)
-
-    thread = threading.Thread(target=build)
-    thread.start()
-    during = []
-    while thread.is_alive():
-        during.append(run(llm, questions[:2])[1])
-    llm.corpora.remove("million")
-    after = run(llm, questions)[1]
-    speed = statistics.median(during) / ((before + after) / 2)
-    print(f"in {took[0]:.1f} s; meanwhile there are {speed:.3f} of the tokens/s before and after")
+    for part in args.parts:
+        PARTS[part](args)
 
 
 if __name__ == "__main__":

@@ -334,6 +334,10 @@ class Config:
     speculative_ngram_corpus_folder: str | None = _flag(
         None, "Speculation", "FOLDER below which file_path of /add_external_corpus may name files; default: none may"
     )
+    speculative_ngram_learned_folder: str | None = _flag(
+        None, "Speculation", "FOLDER in which a server that ends saves the texts of its newest requests, but none with "
+        "a cache salt; the next one drafts from them, as corpus learned; default: nothing is saved",
+    )  # fmt: skip
 
     log_level: str = _flag("info", "Logging", "how much is logged", choices=_LEVELS)
     log_level_http: str = _flag(

@@ -22,11 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 END = -1  # ends a document
-DEPTH = 16  # by how many tokens of their contexts places are ordered
+DEPTH = 32  # by how many tokens of their contexts places are ordered; twelve are often the same in several replies
 AROUND = 2048  # so many tokens before and behind the last match are looked through first
 FARTHER = 3  # by so many tokens a match elsewhere must be longer than one near the last match
 CROWDED = 32  # of the places near the last match so many are compared
-SHORTEST = 3  # tokens of the shortest match: two tokens occur too often in large texts for what follows them to hold
+SHORTEST = 5  # tokens of the shortest match far from the last one: fewer tokens match somewhere in any large text
 
 Tokens = NDArray[np.int32]
 
@@ -108,7 +108,7 @@ class Corpora:
 
     def __init__(self) -> None:
         self._all: Mapping[str, Corpus] = {}  # replaced as a whole, so that a lookup needs no lock
-        self._named: dict[int, str] = {}  # slot -> the corpus that its request names
+        self._limits: dict[int, str | None] = {}  # slot -> the one corpus that its request drafts from; None: none
         self._last: dict[int, tuple[str, int]] = {}  # slot -> the corpus and place of its last match
 
     def put(self, name: str, corpus: Corpus | None) -> None:
@@ -119,24 +119,25 @@ class Corpora:
     def __contains__(self, name: str) -> bool:
         return name in self._all
 
-    def name(self, slot: int, corpus: str) -> None:
-        """Note which corpus the request of a slot drafts from; without a note it drafts from all."""
-        self._named[slot] = corpus
+    def limit(self, slot: int, corpus: str | None) -> None:
+        """Let the request of a slot draft from this corpus alone, or from none; without a limit it drafts from all."""
+        self._limits[slot] = corpus
 
     def follow(self, slot: int, text: Sequence[int], count: int, longest: int) -> tuple[list[int], int]:
         """Return what followed the longest match of a text's last tokens, at most `count` tokens, and its length.
 
-        slot: of the request whose text it is. Empty and 0 if no corpus of the request has a match.
+        slot: of the request whose text it is. Empty and 0 if no corpus of the request has a match. The corpus of the
+        last match keeps the text unless a match of another one is longer by FARTHER tokens, as `Corpus.find` says.
         """
-        all_, name = self._all, self._named.get(slot)
+        all_ = self._all
         if not all_:
             return [], 0
-        last, best = self._last.get(slot, ("", 0)), (0, 0, "")
-        for key in all_ if name is None else [name] if name in all_ else []:
-            found = all_[key].find(text, longest, last[1] if key == last[0] else None)
-            if found[0] > best[0]:
-                best = *found, key
-        match, at, key = best
+        last, best = self._last.get(slot, ("", 0)), (0, False, 0, 0, "")
+        for key in all_ if slot not in self._limits else all_.keys() & {self._limits[slot]}:
+            stays = key == last[0]
+            match, at = all_[key].find(text, longest, last[1] if stays else None)
+            best = max(best, (match + (FARTHER - 1) * stays if match else 0, stays, match, at, key))
+        _, _, match, at, key = best
         if not match:
             return [], 0
         self._last[slot] = key, at
@@ -144,7 +145,7 @@ class Corpora:
 
     def release(self, slot: int) -> None:
         """Forget a slot."""
-        self._named.pop(slot, None)
+        self._limits.pop(slot, None)
         self._last.pop(slot, None)
 
 

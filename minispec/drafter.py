@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from minispec.attention import AttendKind, PagedAttend, Plan
 from minispec.compiled import CompileFor, Compiler, Small
 from minispec.corpora import Corpora
 from minispec.kv import KVShape, PagedKV
+from minispec.request import Hints
 from minispec.tree import PADDING, DraftTree, problem
 
 logger = logging.getLogger("minispec")
@@ -47,15 +48,21 @@ class Draft:
     match_length: int = 0
     # Who proposed the tree, for traces and counts: "lookup" if it was found in a text. Not compared by ==.
     source: str = field(default="host", compare=False)
+    corpus: bool = False  # whether that text is of an external corpus
 
     @property
     def match(self) -> int:
-        """The class of match: `match_length`, but at least 1 for a tree with drafts, and 0 for a root alone."""
-        return max(self.match_length, 1) if len(self.tokens) > 1 else 0
+        """The class of match: `match_length`, but at least 1 for a tree with drafts, and 0 for a root alone.
+
+        The classes of trees from an external corpus are negative: there a match of as many tokens holds less often.
+        """
+        if len(self.tokens) == 1:
+            return 0
+        return -self.match_length if self.corpus else max(self.match_length, 1)
 
     def cut(self, nodes: int) -> Draft:
         """Return the first `nodes` nodes, which form a tree, since parents precede children."""
-        return Draft(self.tokens[:nodes], self.parents[:nodes], self.match_length, self.source)
+        return replace(self, tokens=self.tokens[:nodes], parents=self.parents[:nodes])
 
     def holds(self, tokens: Sequence[int], nodes: int | None = None) -> int:
         """Return how many of `tokens`, from the first on, form a path below the root of this tree, cut to `nodes`."""
@@ -213,14 +220,8 @@ class Drafter(ABC):
         again: whether a retracted request replays its own text.
         """
 
-    def predict(self, slot: int, tokens: Sequence[int]) -> None:  # noqa: B027  see `observe`
-        """Take in a text that a slot's output may resemble, as a hint for drafts; called before `observe`."""
-
-    def consult(self, slot: int, corpus: str) -> None:  # noqa: B027  see `observe`
-        """Draft for a slot's request from this external corpus and from no other; called before `observe`."""
-
-    def ignore(self, slot: int) -> None:  # noqa: B027  a drafter that reads no text learns nothing for others
-        """Learn nothing from this slot's text until it is released: other requests must not profit from it."""
+    def hint(self, slot: int, hints: Hints) -> None:  # noqa: B027  see `observe`
+        """Take in what a slot's request says of its drafts; called before `observe`, once for each request."""
 
     def release(self, slot: int) -> None:  # noqa: B027  state that is overwritten before it is read may stay
         """Forget a slot: its request ended or was retracted."""
@@ -249,6 +250,8 @@ class HostDrafter(ABC):
     depth: int  # the edges on the longest path; A = depth + 1 is the most tokens that a step emits for a request
 
     corpora: Corpora | None = None  # as `Drafter.corpora`
+    # Whether it gives nothing of a request with `Hints.private` to others. If not, it never hears of such requests.
+    keeps_private = False
 
     @abstractmethod
     def propose(self, slots: Sequence[int]) -> list[Draft]:
@@ -258,11 +261,8 @@ class HostDrafter(ABC):
     def commit(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
         """Take in the tokens just committed to a slot's text; again: whether a retracted request replays its text."""
 
-    def predict(self, slot: int, tokens: Sequence[int]) -> None:  # noqa: B027  a drafter may ignore the hint
-        """Take in a text that a slot's output may resemble; called before `commit`."""
-
-    def consult(self, slot: int, corpus: str) -> None:  # noqa: B027  see `predict`
-        """Draft for a slot's request from this external corpus and from no other; called before `commit`."""
+    def hint(self, slot: int, hints: Hints) -> None:  # noqa: B027  a drafter may ignore hints
+        """Take in what a slot's request says of its drafts; called before `commit`, once for each request."""
 
     @abstractmethod
     def release(self, slot: int) -> None:
@@ -318,22 +318,17 @@ class HostTrees(Drafter):
         if slot not in self._ignored:
             self.inner.commit(slot, tokens, again=again)
 
-    def predict(self, slot: int, tokens: Sequence[int]) -> None:
-        if slot not in self._ignored:
-            self.inner.predict(slot, tokens)
-
-    def consult(self, slot: int, corpus: str) -> None:
-        if slot not in self._ignored:
-            self.inner.consult(slot, corpus)
+    def hint(self, slot: int, hints: Hints) -> None:
+        if hints.private and not self.inner.keeps_private:
+            self._ignored.add(slot)
+        else:
+            self.inner.hint(slot, hints)
 
     def release(self, slot: int) -> None:
         """Release the slot; its text may be read again."""
         if slot not in self._ignored:
             self.inner.release(slot)
         self._ignored.discard(slot)
-
-    def ignore(self, slot: int) -> None:
-        self._ignored.add(slot)
 
     def clear(self) -> None:
         self.inner.clear()

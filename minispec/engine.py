@@ -207,12 +207,7 @@ class Engine:
         self.asked.assign(r, stop_ids)
         self.lens[slot : slot + 1].fill_(r.kv_len)
         self.reach[slot : slot + 1].fill_(self.sizes.context_length if r.speculative else 1)
-        if r.salt:
-            self.drafter.ignore(slot)
-        if r.params.ngram_corpus_id is not None:
-            self.drafter.consult(slot, r.params.ngram_corpus_id)
-        if r.prediction:
-            self.drafter.predict(slot, r.prediction)
+        self.drafter.hint(slot, r.hints)
         if r.kv_len:
             self.drafter.observe(slot, r.ids[: r.kv_len], again=r.retractions > 0)
 

@@ -81,15 +81,13 @@ class LLM:
                 decode_log_interval=config.decode_log_interval,
                 random_seed=config.random_seed,
                 adapts_from=config.adapts_from(engine.device.type == "cuda"),
+                allows=allows(config, {size.nodes: size.steps for size in engine.drafter.trees}),
+                greedy=config.verifies_greedily,
+                record_times=config.record_step_time,
             ),
         )
-        self.scheduler.policy.allows = allows(config, {size.nodes: size.steps for size in engine.drafter.trees})
-        self.scheduler.greedy = config.verifies_greedily
-        self.scheduler.metrics.recorded = {} if config.record_step_time else None
-        self.corpora = Library(engine.drafter.corpora, self.tokenizer, config.speculative_ngram_corpus_folder,
-                               config.speculative_ngram_external_corpus_max_tokens)  # fmt: skip
-        if config.speculative_ngram_external_corpus_path is not None:
-            self.corpora.at_start(config.speculative_ngram_external_corpus_path)
+        self.corpora = Library(engine.drafter.corpora, self.tokenizer, config)
+        self.corpora.start()
         engine.when_settled(self.scheduler.restart_times)  # step times taken while a compiler ran mean nothing
         engine.when_settled(self.move_weights)
         logger.info("%s", startup_line(config, self.scheduler))

@@ -29,6 +29,7 @@ from minispec.compiled import CompileFor, Compiler
 from minispec.drafter import NOTHING, Batch, Committed, Draft, Drafter, HostDrafter, HostTrees, TreeSize
 from minispec.kv import PagedKV
 from minispec.ngram import NgramDrafter
+from minispec.request import Hints
 from minispec.tree import PADDING, DraftTree
 
 SHARE = 0.01  # the share of the time between two proposals that lookups may take, indexing included
@@ -76,6 +77,8 @@ class Echo:
 class Texts(HostDrafter):
     """Lookups in each request's own text, its predicted output and the trie; the longest match gives the draft."""
 
+    keeps_private = True
+
     def __init__(self, shared: NgramDrafter) -> None:
         """shared: the drafter over the trie, which from now on indexes only within the time that `propose` gives it."""
         self.shared, self.name, self.nodes, self.depth = shared, shared.name, shared.nodes, shared.depth
@@ -95,7 +98,7 @@ class Texts(HostDrafter):
         open_ = [slot for slot, echo in zip(slots, echoes, strict=True) if echo.match < longest]
         shared = dict(zip(open_, self.shared.propose(open_), strict=True))
         drafts = [
-            echo if echo.match >= (draft := shared.get(slot, NOTHING)).match else draft
+            echo if echo.match >= (draft := shared.get(slot, NOTHING)).match_length else draft
             for slot, echo in zip(slots, echoes, strict=True)
         ]
         # Unused time is not saved up. A debt beyond a long step's share comes from a pause of the machine: cut it off.
@@ -118,13 +121,12 @@ class Texts(HostDrafter):
         self.shared.commit(slot, tokens, again=again)
         self._debt += time.perf_counter() - started
 
-    def predict(self, slot: int, tokens: Sequence[int]) -> None:
-        """Take in a slot's predicted output, which its output may resemble; only this slot gets drafts from it."""
-        expected = self._expected[slot] = Echo()
-        expected.extend(tokens)
-
-    def consult(self, slot: int, corpus: str) -> None:
-        self.shared.consult(slot, corpus)
+    def hint(self, slot: int, hints: Hints) -> None:
+        """Take in what a request says of its drafts; its predicted output is looked up as its own text is."""
+        if hints.prediction:
+            expected = self._expected[slot] = Echo()
+            expected.extend(hints.prediction)
+        self.shared.hint(slot, hints._replace(prediction=()))
 
     def release(self, slot: int) -> None:
         """Forget a slot; what it added to the trie stays."""
@@ -207,14 +209,8 @@ class Lookups(Drafter):
     def observe(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
         self.texts.observe(slot, tokens, again)
 
-    def predict(self, slot: int, tokens: Sequence[int]) -> None:
-        self.texts.predict(slot, tokens)
-
-    def consult(self, slot: int, corpus: str) -> None:
-        self.texts.consult(slot, corpus)
-
-    def ignore(self, slot: int) -> None:
-        self.texts.ignore(slot)
+    def hint(self, slot: int, hints: Hints) -> None:
+        self.texts.hint(slot, hints)
 
     def release(self, slot: int) -> None:
         """Forget a slot."""

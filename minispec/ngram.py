@@ -27,8 +27,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from minispec.corpora import Corpora
+from minispec.corpora import DEPTH, Corpora
 from minispec.drafter import Draft, HostDrafter
+from minispec.request import Hints
 
 INDEX_PER_STEP = 256  # how many prompt tokens are indexed between two drafts; this takes Python about 15 ms
 KEPT_AFTER_RELEASE = 65_536  # how many tokens of ended requests may still wait to be indexed
@@ -375,8 +376,8 @@ class _Growth:
 class _Text:
     """A request's text as the drafter sees it, or the request's predicted output."""
 
-    trie: Trie  # the trie in which the text is indexed
-    newest: list[int] = field(default_factory=list)  # the last max_match tokens, which are looked up
+    trie: Trie  # the trie in which the text is indexed; a private or predicted text has one of its own
+    newest: list[int] = field(default_factory=list)  # the last tokens, which are looked up
     path: list[int] = field(default_factory=list)  # the open paths of the part that is indexed
     waiting: deque[int] = field(default_factory=deque)  # the tokens that are not indexed yet
     replayed: int = 0  # how many of `waiting`, from its front, were counted before the request was retracted
@@ -394,12 +395,12 @@ class NgramDrafter(HostDrafter):
     is time. Until the whole text of a request is indexed, the text's newest tokens are looked up from the root of the
     trie. Tokens that an ended request left in line are still indexed, up to KEPT_AFTER_RELEASE.
 
-    A predicted output (`predict`) is indexed before all else, in its own trie, which ends with the request. If both
+    A predicted output (`Hints`) is indexed before all else, in its own trie, which ends with the request. If both
     tries have a match, the tree comes from the longer match. If the two matches are equally long, the tree comes from
     the predicted output, which was given for this text.
     """
 
-    name = "ngram"
+    name, keeps_private = "ngram", True
     corpora: Corpora
 
     def __init__(self, options: NgramOptions) -> None:
@@ -419,29 +420,31 @@ class NgramDrafter(HostDrafter):
     def _longer(self, slot: int, draft: Draft) -> Draft:
         """Return the draft of the external corpora if it comes from a longer match than this one."""
         newest = self._texts[slot].newest
-        tokens, match = self.corpora.follow(slot, newest, self.nodes - 1, self.options.max_match)
-        if not tokens or match <= draft.match:
+        tokens, match = self.corpora.follow(slot, newest, self.nodes - 1, DEPTH)
+        if not tokens or match <= draft.match_length:
             return draft
-        return Draft([newest[-1], *tokens], list(range(-1, len(tokens))), match, "lookup")
+        match = min(match, self.options.max_match)  # longer ones are one class
+        return Draft([newest[-1], *tokens], list(range(-1, len(tokens))), match, "lookup", corpus=True)
 
     def _draft(self, text: _Text) -> Draft:
         text.drafted = True
-        path = self.trie.locate(text.newest) if text.waiting else text.path
-        draft = self.trie.draft(path, text.newest[-1])
+        newest = text.newest[-self.options.max_match :]
+        path = text.trie.locate(newest) if text.waiting else text.path
+        draft = text.trie.draft(path, text.newest[-1])
         if text.expected is None:
             return draft
         private = text.expected.trie
-        special = private.draft(private.locate(text.newest), text.newest[-1])
+        special = private.draft(private.locate(newest), text.newest[-1])
         return special if special.match_length >= draft.match_length else draft
 
-    def predict(self, slot: int, tokens: Sequence[int]) -> None:
-        """Take in a slot's predicted output, which its output may resemble; only this slot gets drafts from it."""
-        expected = _Text(Trie(self.options), waiting=deque(tokens))
-        self._texts.setdefault(slot, _Text(self.trie)).expected = expected
-        self._line.appendleft(expected)
-
-    def consult(self, slot: int, corpus: str) -> None:
-        self.corpora.name(slot, corpus)
+    def hint(self, slot: int, hints: Hints) -> None:
+        """Take in what a request says of its drafts: no other slot gets drafts from a private or a predicted text."""
+        text = self._texts.setdefault(slot, _Text(Trie(self.options) if hints.private else self.trie))
+        if hints.private or hints.corpus is not None:
+            self.corpora.limit(slot, hints.corpus)
+        if hints.prediction:
+            text.expected = _Text(Trie(self.options), waiting=deque(hints.prediction))
+            self._line.appendleft(text.expected)
 
     def commit(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
         """Take in the next tokens of a slot's text, even those whose rows the prefix cache had.
@@ -456,11 +459,13 @@ class NgramDrafter(HostDrafter):
         if again and text.fresh:
             raise ValueError(f"slot {slot}: tokens committed again must precede all new ones")
         text.fresh = not again
-        text.newest = [*text.newest, *tokens][-self.options.max_match :]
+        text.newest = [*text.newest, *tokens][-max(self.options.max_match, DEPTH) :]
         if text.drafted and not text.waiting and not again and self.seconds is None:
             for token in tokens:
-                text.path = self.trie.extend(text.path, token)
+                text.path = text.trie.extend(text.path, token)
             return
+        if self.seconds is not None and text.trie is not self.trie:
+            return  # `Texts` looks a private text up by itself, and nobody else may
         text.replayed += len(tokens) if again else 0
         if not text.waiting:
             self._line.append(text)
@@ -479,7 +484,7 @@ class NgramDrafter(HostDrafter):
             if not text.waiting:
                 self._line.popleft()
                 if text.released:
-                    self.trie.close(text.path)
+                    text.trie.close(text.path)
 
     def release(self, slot: int) -> None:
         """Forget a slot whose request ended or was retracted; its text stays in the trie."""
@@ -491,10 +496,10 @@ class NgramDrafter(HostDrafter):
         if text.expected is not None and text.expected in self._line:
             self._line.remove(text.expected)
         if not text.waiting:
-            self.trie.close(text.path)
-        elif sum(len(t.waiting) for t in self._line if t.released) > KEPT_AFTER_RELEASE:
+            text.trie.close(text.path)
+        elif text.trie is not self.trie or sum(len(t.waiting) for t in self._line if t.released) > KEPT_AFTER_RELEASE:
             self._line.remove(text)
-            self.trie.close(text.path)
+            text.trie.close(text.path)
 
     def clear(self) -> None:
         """Empty the trie and the line. Texts in slots stay; only the tokens that they get after this are indexed."""

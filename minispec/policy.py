@@ -234,7 +234,8 @@ class Matches:
         self._means[nodes, match] = mean + max(self.rate, 1 / (seen + 1)) * (emitted - mean), seen + 1
 
     def _mean(self, nodes: int, match: int) -> tuple[float, int]:
-        guess = min(1.0 + 0.5 * max(match - SHORT, 0), float(nodes))
+        worth = 0.5 if match > 0 else 0.2  # of each token beyond SHORT
+        guess = min(1.0 + worth * max(abs(match) - SHORT, 0), float(nodes))
         return self._means.get((nodes, match), (guess, self.guess_weight))
 
 
@@ -276,15 +277,18 @@ class Returns:
 class Policy:
     """Chooses the shape of every step, and learns from every step."""
 
-    def __init__(self, trees: Mapping[int, int], adapts_from: float, looks_up: bool = False) -> None:
+    def __init__(
+        self, trees: Mapping[int, int], adapts_from: float, looks_up: bool = False,
+        allows: Callable[[int, int], bool] | None = None,
+    ) -> None:  # fmt: skip
         """`trees`: the depth of each size of tree, by nodes.
 
         adapts_from: the smallest batch whose shapes are chosen. Smaller ones have the largest tree, if any drafts.
-        looks_up: whether a row takes either a looked-up tree or the head's. The attribute `forced` is for tests and
+        looks_up: whether a row takes either a looked-up tree or the head's. allows: whether a batch of so many requests
+        may draft trees of so many nodes; None: any may. The attribute `forced` is for tests and
         benchmarks: if set, this function chooses the shape of each step in which some request wants drafts.
         """
-        self.trees, self.adapts_from, self.looks_up = dict(trees), adapts_from, looks_up
-        self.allows: Callable[[int, int], bool] | None = None  # which nodes a batch may draft; None: any
+        self.trees, self.adapts_from, self.looks_up, self.allows = dict(trees), adapts_from, looks_up, allows
         self.times, self.matches, self.everyone = Times(), Matches(), Acceptance(ALL_KEEP)
         self.returns = Returns()
         self.forced: Callable[[Sequence[Shape]], Shape] | None = None

@@ -281,6 +281,14 @@ class Trace:
     steps: list[dict[str, Any]] = field(default_factory=list)  # decode steps, as `Answered.tell` describes them
 
 
+class Hints(NamedTuple):
+    """What a request says of its drafts. It changes no token."""
+
+    prediction: Sequence[int] = ()  # tokens that the output is expected to resemble
+    private: bool = False  # whether it drafts from its own text and the corpus it names, and nobody else from its text
+    corpus: str | None = None  # the external corpus to draft from; None: all, but none if private
+
+
 @dataclass(eq=False)
 class Request:
     """One generation and its progress. The scheduler owns all fields below `trace` once the request is submitted."""
@@ -294,7 +302,7 @@ class Request:
     begins: bool = False  # its text is one of its own, as a chat's answer is; else it continues the prompt's text
     thinking: bool | None = None  # True: the prompt ends inside reasoning; False: outside of it; None: not known
     leader: Request | None = None  # the first of several choices for this prompt; the others wait for its pages
-    salt: str = ""  # requests share cached pages, and texts for lookups, only under the same salt
+    salt: str = ""  # requests share cached pages only under the same salt; the text of one with a salt is private
     trace: Trace | None = None  # None: not watched
 
     seed: int = 0  # params.sampling_seed, or drawn at submission; kept through retraction
@@ -320,6 +328,11 @@ class Request:
     def speculative(self) -> bool:
         """Whether its steps verify drafts."""
         return self.params.speculative and not self.undrafted
+
+    @property
+    def hints(self) -> Hints:
+        """What its drafts may come from."""
+        return Hints(self.prediction, bool(self.salt), self.params.ngram_corpus_id)
 
     @property
     def ids(self) -> list[int]:

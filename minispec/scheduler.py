@@ -31,7 +31,7 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -64,6 +64,9 @@ class SchedulerOptions:
     random_seed: int | None = None  # seeds the generator that draws the seeds of requests without one
     # The smallest batch for which the policy chooses each step's shape by speed. Smaller ones have the largest trees.
     adapts_from: float = math.inf
+    allows: Callable[[int, int], bool] | None = None  # which nodes a batch may draft; None: any
+    greedy: bool = False  # whether every request's temperature counts as 0
+    record_times: bool = False  # whether the times of the newest steps are kept, by batch
 
 
 @dataclass(frozen=True)
@@ -104,19 +107,20 @@ class Scheduler:
             self.sizes.tree_rows, tuple(sorted(eos_ids)), options.strict_max_tokens,
         )  # fmt: skip
         self.overlap = options.overlap and not engine.drafter.reads_text  # drafts from text need the last step's tokens
-        self.metrics = Metrics(self.sizes.nodes, options.decode_log_interval, engine.device.type == "cuda")
+        self.metrics = Metrics(self.sizes.nodes, options.decode_log_interval, engine.device.type == "cuda",
+                               recorded={} if options.record_times else None)  # fmt: skip
         self.waiting: deque[Request] = deque()
         # If a client wants several answers (choices) to one prompt, the first choice, the leader, computes the prompt.
         # The other choices wait here, by leader.
         self.parked: dict[Request, list[Request]] = {}
         self.outputs: dict[Request, Output] = {}  # of every request that has not ended
-        self.greedy = False  # whether every request's temperature counts as 0
+        self.greedy = options.greedy
         self._seeds = random.Random(options.random_seed)
         # Updates that were not returned yet. They are kept here, so that a step that raises halfway loses none.
         self._updates: list[Update] = []
         self._prefilled_last = False  # whether the newest step was a prefill step
         trees = {size.nodes: size.depth for size in engine.drafter.trees}
-        self.policy = Policy(trees, options.adapts_from, engine.drafter.looks_up)
+        self.policy = Policy(trees, options.adapts_from, engine.drafter.looks_up, options.allows)
         self.restart_times()
         self._landed = 0.0  # when the last step was collected, by `perf_counter`
 

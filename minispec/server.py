@@ -29,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property, partial, partialmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from aiohttp import web
 
@@ -52,10 +52,6 @@ from minispec.serve.routes import ROUTES, Misspelt, tidied
 from minispec.serve.streams import Exchange, delivered, delivering, leave, stream
 from minispec.serve.watchdog import Watchdog
 from minispec.serve.worker import Build, EngineThread, build_llm, build_sealed_llm
-
-if TYPE_CHECKING:
-    from minispec.llm import LLM
-    from minispec.load.corpora import Library
 
 logger = logging.getLogger("minispec")
 Parser = Callable[[dict[str, Any], dict[str, Any]], parse.Job]  # of a body, with the model's sampling defaults
@@ -115,7 +111,8 @@ class Server:
     async def drain(self, at_once: asyncio.Event) -> None:
         """Take no new work and wait for the work under way, until --shutdown-timeout or `at_once`.
 
-        The listener stays, so that a load balancer sees a 503 that says why and not a refused connection.
+        Then texts are saved for the next server, if a flag names a folder for them. The listener stays, so that a load
+        balancer sees a 503 that says why and not a refused connection.
         """
         self.draining = True
         seconds = self.config.shutdown_timeout
@@ -123,6 +120,8 @@ class Server:
         logger.info("shutting down: %d requests under way have %g seconds to finish", len(self.exchanges), seconds)
         while self.exchanges and not at_once.is_set() and time.monotonic() < end:
             await asyncio.sleep(DRAIN_LOOK)
+        if self.engine.front is not None:
+            await asyncio.to_thread(self.engine.front.corpora.save)
 
     async def stop(self) -> None:
         """Stop the engine, answer everyone with an error, and close connections."""
@@ -152,6 +151,8 @@ class Server:
         if self.config.enable_metrics:
             self.seen.updates(updates)
         for update in updates:
+            if update.finish is not None and self.engine.front is not None:
+                self.engine.front.corpora.learn(update.request)
             exchange = self.routes.get(update.request)
             if exchange is not None:
                 exchange.add(update)
@@ -371,9 +372,10 @@ class Server:
 
     async def flush_cache(self, http: web.Request) -> web.Response:
         """Empty the prefix cache, the drafter's memory and the totals; 400 while requests are running or waiting."""
-        self._ready()
+        corpora = self._ready().corpora
         if not all(await self._ask("flush")):
             raise RequestError("the cache was not flushed: requests are running or waiting", code="busy")
+        corpora.forget()
         return web.Response(text="Cache flushed.\n")
 
     async def restart(self, http: web.Request) -> web.Response:
@@ -397,30 +399,22 @@ class Server:
         self.__dict__.pop("_served", None)  # its fingerprint depends on the config
         return json_answer([True])
 
-    def _corpora(self) -> Library:
-        """Return the engine's corpora; RequestError with replicas, of which each would need them."""
-        self._ready()
-        if isinstance(self.engine, Replicas):
-            raise RequestError("external corpora are not for --dp-size yet")
-        return cast("LLM", self.engine.llm).corpora
-
     async def add_corpus(self, http: web.Request) -> web.Response:
         """Add texts to draft from; answers when they are there, while requests go on."""
-        library, asked = self._corpora(), await self._body(http, fields.AddCorpus)
-        add = partial(library.add, asked.corpus_id, asked.documents, asked.file_path)
-        name, count = await asyncio.to_thread(add)
+        library, asked = self._open().corpora, await self._body(http, fields.AddCorpus)
+        name, count = await asyncio.to_thread(library.add, asked.corpus_id, asked.documents, asked.file_path)
         return json_answer({"success": True, "corpus_id": name, "loaded_token_count": count,
                             "message": f"corpus {name} has {count} tokens"})  # fmt: skip
 
     async def remove_corpus(self, http: web.Request) -> web.Response:
         """Remove texts to draft from, without waiting for requests that use them."""
-        library, asked = self._corpora(), await self._body(http, fields.RemoveCorpus)
-        library.remove(asked.corpus_id)
+        library, asked = self._ready().corpora, await self._body(http, fields.RemoveCorpus)
+        await asyncio.to_thread(library.remove, asked.corpus_id)
         return json_answer({"success": True, "message": f"corpus {asked.corpus_id} is removed"})
 
     async def list_corpora(self, http: web.Request) -> web.Response:
         """The number of tokens of each corpus."""
-        return json_answer({"success": True, "corpus_token_counts": dict(self._corpora().counts), "message": ""})
+        return json_answer({"success": True, "corpus_token_counts": dict(self._ready().corpora.counts), "message": ""})
 
     async def abort_request(self, http: web.Request) -> web.Response:
         """End the prompts whose rid begins with `rid`, or all prompts; 200 even if there were none.
@@ -577,6 +571,7 @@ def _prepare(job: parse.Job, front: Front, served: Served) -> Reply:
     with parse.in_clients_words(job.names):
         for request in requests:
             front.validate(request)
+            front.corpora.check(request.params)
     return REPLIES.get(job.dialect, Reply)(job, requests, served)
 
 

@@ -79,7 +79,7 @@ def test_the_drafters_of_the_page_refuse_every_flag_that_they_do_not_read(folder
 def test_the_page_names_every_method_of_a_drafter_on_the_host() -> None:
     methods = {name for name in vars(HostDrafter) if not name.startswith("_")}
     part = PAGE.partition("## What each part answers to")[2].partition("\n## ")[0]
-    assert methods > {"propose", "predict"} and methods <= set(re.findall(r"`(\w+)[(`]", part))
+    assert methods > {"propose", "hint"} and methods <= set(re.findall(r"`(\w+)[(`]", part))
 
 
 def test_the_chain_is_what_followed_the_last_two_tokens() -> None:

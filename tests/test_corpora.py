@@ -15,7 +15,9 @@ from test_llm import CONFIG, DUMMY
 from minispec import LLM, SamplingParams
 from minispec.config import Config
 from minispec.corpora import DEPTH, END, SHORTEST, Corpora, Corpus, sort_places
-from minispec.request import RequestError
+from minispec.lookup import Texts
+from minispec.ngram import NgramDrafter, NgramOptions
+from minispec.request import Hints, Request, RequestError
 
 
 def corpus(*documents: list[int]) -> Corpus:
@@ -49,18 +51,56 @@ def test_the_longest_match_is_that_of_a_search_everywhere() -> None:
 
 
 def test_a_draft_ends_with_its_document_and_stays_in_the_document_it_began_in() -> None:
-    table = Corpora()
-    table.put("a", corpus([1, 2, 3, 4, 5, 6, 7], [9, 3, 4, 8, 8]))
-    assert table.follow(0, [1, 2, 3], 12, 12) == ([4, 5, 6, 7], 3)
+    table, begun = Corpora(), [*range(60, 63), 1, 2, 3]
+    table.put("a", corpus([*begun, 4, 5, 6, 7], [9, 3, 4, 8, 8]))
+    assert table.follow(0, begun, 12, 12) == ([4, 5, 6, 7], 6)
     assert table.follow(0, [0, 3, 4], 12, 12) == ([5, 6, 7], 2), "two tokens are enough near the last match"
     assert table.follow(1, [0, 3, 4], 12, 12) == ([], 0) and table.follow(0, [5, 6, 7], 12, 12) == ([], 3)
-    table.put("b", corpus([1, 2, 3, 9, 9]))
-    table.name(2, "b")
-    assert table.follow(2, [1, 2, 3], 1, 12) == ([9], 3)
+    table.put("b", corpus([*begun, 9, 9]))
+    table.limit(2, "b")
+    assert table.follow(2, begun, 1, 12) == ([9], 6)
     table.put("b", None)
-    assert table.follow(2, [1, 2, 3], 3, 12) == ([], 0), "who names one drafts from no other"
+    assert table.follow(2, begun, 3, 12) == ([], 0), "who names one drafts from no other"
     table.release(2)
-    assert table.follow(2, [1, 2, 3], 2, 12) == ([4, 5], 3)
+    assert table.follow(2, begun, 2, 12) == ([4, 5], 6)
+    table.limit(3, None)
+    assert table.follow(3, begun, 2, 12) == ([], 0), "a private request drafts from the corpus it names alone"
+
+
+def test_a_corpus_keeps_its_text_until_another_one_has_a_clearly_longer_match() -> None:
+    table, quoted = Corpora(), list(range(1, 30))
+    table.put("a", corpus(quoted))
+    table.put("b", corpus([*range(50, 56), 19, 20, 21, 90]))
+    assert table.follow(0, quoted[:10], 1, 12) == ([11], 10)
+    assert table.follow(0, [54, 55, 19, 20, 21], 1, 12) == ([22], 3), "three tokens in its corpus, five elsewhere"
+    assert table.follow(0, [53, 54, 55, 19, 20, 21], 1, 12) == ([90], 6), "six elsewhere"
+
+
+@pytest.mark.parametrize("made", [NgramDrafter, lambda options: Texts(NgramDrafter(options))])
+def test_a_private_request_drafts_from_its_own_text_and_the_corpus_that_it_names(made: Any) -> None:
+    drafter = made(NgramOptions(nodes=4))
+    drafter.corpora.put("c", corpus(list(range(28, 36))))
+    drafter.commit(1, [1, 2, 3, 4, 5])
+    drafter.hint(2, Hints(private=True))
+    drafter.hint(3, Hints(private=True, corpus="c"))
+    drafter.commit(2, [11, 12, 13, 14, 11, 12, 13])
+    drafter.commit(3, [9, *range(28, 34)])
+
+    def drafted() -> list[list[int]]:
+        if isinstance(drafter, Texts):  # or there is no time to look at what others wrote
+            drafter._began, drafter._debt = 0.0, -1e9
+        return [draft.tokens[1:] for draft in drafter.propose([1, 2, 3])]
+
+    assert drafted()[1:] == [[14, 11, 12], [34, 35]], "its own text, and the corpus it names"
+    drafter.commit(2, list(range(28, 34)))
+    assert drafted()[1] == [], "not the corpus that it does not name"
+    drafter.commit(2, [2, 3])
+    drafter.commit(1, [12, 13])
+    drafter.commit(3, [14, 13])
+    assert drafted() == [[], [], []], "nobody drafts from another's text"
+    drafter.release(2)
+    drafter.commit(2, [3, 14, 13])
+    assert drafted()[1] == [], "a slot's next request neither"
 
 
 WISHES = [SamplingParams(temperature=heat, sampling_seed=seed, max_new_tokens=40)
@@ -83,11 +123,14 @@ def test_texts_are_the_same_with_corpora_that_come_and_go_and_earlier_answers_do
     scheduler, table = tiny_llm.scheduler, tiny_llm.scheduler.engine.drafter.corpora
     assert table is not None
 
-    def run(wishes: list[SamplingParams], change: int | None = None) -> tuple[list[list[int]], float]:
-        """Return the texts and the accept length; after `change` steps the corpora are removed."""
+    def run(
+        wishes: list[SamplingParams], change: int | None = None, salt: str = ""
+    ) -> tuple[list[list[int]], float, list[float]]:
+        """Return the texts and the accept length, of all and of each; after `change` steps the corpora are removed."""
         assert scheduler.flush_cache()
         requests = [tiny_llm.request(ids, wish) for ids, wish in zip(PROMPTS, wishes, strict=True)]
-        for request in requests:
+        for i, request in enumerate(requests):
+            request.salt = salt and f"{salt} {i}"
             scheduler.validate(request)
             scheduler.submit(request)
         steps = 0
@@ -96,18 +139,23 @@ def test_texts_are_the_same_with_corpora_that_come_and_go_and_earlier_answers_do
             steps += 1
             if steps == change:
                 table.put("mine", None)
-        return [request.output_ids for request in requests], scheduler.metrics.verified.accept_length
+        lengths = [request.verified.accept_length for request in requests]
+        return [request.output_ids for request in requests], scheduler.metrics.verified.accept_length, lengths
 
-    plain, cold = run(WISHES)
+    plain, cold, _ = run(WISHES)
     answers = corpus(*([*ids, *text] for ids, text in zip(PROMPTS, plain, strict=True)))
     table.put("mine", answers)
     table.put("other", corpus([random.Random(1).randrange(50) for _ in range(500)]))
-    texts, warm = run(WISHES)
+    texts, warm, each = run(WISHES)
     assert texts == plain and warm >= 2 * cold, (warm, cold)
     named = [SamplingParams(**{**vars(wish), "ngram_corpus_id": "other" if i % 2 else "mine"})
              for i, wish in enumerate(WISHES)]  # fmt: skip
-    texts, half = run(named)
-    assert texts == plain and cold < half < warm, "half of the requests name a corpus that does not help"
+    texts, _, mixed = run(named)
+    assert texts == plain and mixed[::2] == each[::2] and max(mixed[1::2]) < 2 < min(each), "a name is a limit"
+    texts, salted, _ = run(WISHES, salt="of")
+    assert texts == plain and salted < 2, "without a name a salt shuts corpora out"
+    texts, _, mixed = run(named, salt="of")
+    assert texts == plain and mixed[::2] == each[::2] and max(mixed[1::2]) < 2, "with a name it does not"
     assert run(WISHES, change=4)[0] == plain and "mine" not in table
     table.put("other", None)
 
@@ -165,6 +213,45 @@ def test_the_endpoints_need_the_admin_key_and_a_request_may_name_a_corpus(served
     assert ask("/add_external_corpus", {"file_path": "/etc/passwd"})[0] == 400
     assert ask("/remove_external_corpus", {"corpus_id": name})[0] == 200
     assert ask("/remove_external_corpus", {"corpus_id": name})[0] == 400
+
+
+def test_what_a_server_learned_is_saved_for_the_next_one_but_nothing_with_a_salt(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    folder = tmp_path / "deep" / "learned"
+    options = {**DUMMY, "device": "cpu", "speculative_algorithm": "NGRAM"}
+    first = LLM(tmp_path, **options, speculative_ngram_learned_folder=str(folder))
+    assert os.listdir(folder) == [] and first.corpora.counts == {}
+
+    def ended(prompt: list[int], output: list[int], salt: str = "") -> Request:
+        return Request("r", prompt, SamplingParams(), output_ids=output, salt=salt)
+
+    said = [ended([1, 2, 3], [4, 5, 6, 7]), ended([9], [8]), ended([40, 41, 42], [43, 44], "mine"), ended([30], []),
+            ended([1, 2, 3, 4, 5, 6, 7], [11, 12]), ended([9], [8])]  # fmt: skip
+    for request in said:
+        first.corpora.learn(request)
+    first.corpora.save()
+    (file,) = folder.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert np.load(file)["tokens"].tolist() == [1, 2, 3, 4, 5, 6, 7, 11, 12, END, 9, 8, END], "a text is kept once"
+    LLM(tmp_path, **options).corpora.save()  # without the flag nothing is
+    second = LLM(tmp_path, **options, speculative_ngram_learned_folder=str(folder)).corpora
+    table = second.table
+    assert second.counts == {"learned": 11} and isinstance(table, Corpora)
+    assert table.follow(1, [1, 2, 3, 4, 5], 9, 12) == ([6, 7, 11, 12], 5)
+    second.learn(ended([20, 21], [22]))
+    second.most = 6
+    second.learn(ended([23, 24], [25]))
+    second.save()
+    assert np.load(file)["tokens"].tolist() == [23, 24, 25, END], "the oldest go first"
+    second.remove("learned")
+    second.save()
+    assert np.load(file)["tokens"].tolist() == [], "what is removed does not come back"
+    np.savez(file, tokens=np.array([1, END], np.int32), tokenizer=np.array("another"))
+    assert LLM(tmp_path, **options, speculative_ngram_learned_folder=str(folder)).corpora.counts == {}
+    file.write_bytes(b"no such file")
+    assert LLM(tmp_path, **options, speculative_ngram_learned_folder=str(folder)).corpora.counts == {}
+    with pytest.raises(ValueError, match="--speculative-ngram-learned-folder .*: Not a directory|File exists"):
+        LLM(tmp_path, **options, speculative_ngram_learned_folder=str(file))
 
 
 def test_a_flag_names_a_corpus_at_start_and_a_server_without_lookups_says_so(tmp_path: Path) -> None:

@@ -427,9 +427,8 @@ def test_without_numbers_the_documented_ones_are_told_and_those_of_lookups_apart
         assert f"num_steps={steps}, eagle_topk={topk}, draft_tokens={nodes}, lookup_draft_tokens=8" in line
 
 
-# A cell of each kind that the older pages have, with the import changed: they name a port or get one.
-CELLS = {
-    "named port": """
+# The first cell of each older page, with the import changed: that of February 2025 names a port, the others get one.
+NAMED = """
 from minispec.notebooks import execute_shell_command, wait_for_server, terminate_process
 
 server_process = execute_shell_command(
@@ -440,19 +439,30 @@ python3 -m sglang.launch_server --model meta-llama/Llama-2-7b-chat-hf --speculat
 '''
 )
 wait_for_server("http://localhost:30020")
-""",
-    "free port": """
+"""
+FREE = """
 from minispec.notebooks import launch_server_cmd, print_highlight, wait_for_server, terminate_process
 
 server_process, port = launch_server_cmd(
     '''
 python3 -m sglang.launch_server --model meta-llama/Llama-2-7b-chat-hf  --speculative-algorithm EAGLE \\
-    --speculative-draft-model-path lmsys/sglang-EAGLE-llama2-chat-7B --speculative-num-steps 3 \\
-    --speculative-eagle-topk 4 --speculative-num-draft-tokens 16 --cuda-graph-max-bs 8 --log-level warning
+    --speculative-draft-model-path lmsys/sglang-EAGLE-llama2-chat-7B --speculative-num-steps %s
 '''
 )
 wait_for_server(f"http://localhost:{port}", process=server_process)
-""",
+"""
+CELLS = {  # with the number of their command among the documented ones
+    "February 2025": (NAMED, 32),
+    "March 2025": (FREE % """5 \\
+    --speculative-eagle-topk 8 --speculative-num-draft-tokens 64 --mem-fraction 0.6 \\
+    --enable-torch-compile --cuda-graph-max-bs 2""", 31),
+    "June 2025": (FREE % """3 \\
+    --speculative-eagle-topk 4 --speculative-num-draft-tokens 16 --cuda-graph-max-bs 8""", 26),
+    "December 2025": (FREE % """3 \\
+    --speculative-eagle-topk 4 --speculative-num-draft-tokens 16 --cuda-graph-max-bs 8 --log-level warning""", 21),
+    "March 2026": (FREE % """3 \\
+    --speculative-eagle-topk 4 --speculative-num-draft-tokens 16 --mem-fraction-static 0.7 \\
+    --cuda-graph-max-bs 8 --log-level warning""", 12),
 }
 CALL = """
 import openai
@@ -469,11 +479,13 @@ terminate_process(server_process)
 """
 
 
-@pytest.mark.parametrize(("cell", "command"), [("named port", -4), ("free port", 0)])
+@pytest.mark.parametrize(("cell", "command"), CELLS.values(), ids=CELLS)
 def test_a_cell_of_the_older_pages_runs_with_one_import_changed(
     cell: str, command: int, text: Text, demo_folder: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make(folder, text, demo_folder, DOCUMENTED[command])
+    written = cell.partition("launch_server ")[2].partition("'''")[0].replace("\\\n", " ").split()
+    assert written == DOCUMENTED[command].argv, "the cell is the page's"
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -481,7 +493,7 @@ def test_a_cell_of_the_older_pages_runs_with_one_import_changed(
     port = free_port()
     shown: list[str] = []
     names: dict[str, Any] = {"port": port, "print_highlight": print}
-    exec(CELLS[cell].replace("30020", str(port)), names)
+    exec(cell.replace("30020", str(port)), names)
     names["print_highlight"] = lambda said: (shown.append(said), print_highlight(said))
     exec(CALL, names)
     assert shown[0].startswith("Response: ChatCompletion(") and "completion_tokens=64" in shown[0]

@@ -402,6 +402,7 @@ def test_salted_text_is_found_under_its_salt_alone_and_teaches_nobody() -> None:
         r.salt = salt
         run(scheduler, [r])
         cached.append(r.cached_tokens > 0)
+        assert r.verified.drafted.total() > 0, "its own text repeats itself"
         assert_exact(subject, [r])
         if len(cached) == 3:
             assert len(drafter.trie) == 1 and not drafter._texts and not drafter._line, "salted text was learnt"

@@ -29,7 +29,7 @@ from minispec.load.tree_shape import lookup_nodes
 from minispec.lookup import SHARE, Echo, Lookups, Texts
 from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.policy import Choice, Kind, Planned, Policy, Row
-from minispec.request import Request
+from minispec.request import Hints, Request
 from minispec.scheduler import Scheduler
 from minispec.standalone import DraftModel, StandaloneDrafter
 from minispec.tree import PLAIN, Shape
@@ -332,7 +332,7 @@ def test_the_longest_match_drafts_and_what_is_expected_counts() -> None:
     both.commit(1, [1, 2, 3, 4, 5, 6, 1, 2, 3])
     both.commit(2, [9, 9, 2, 3, 7])
     assert both.propose([1, 2])[0] == Draft([3, 4, 5, 6], [-1, 0, 1, 2], 3)
-    both.predict(1, [5, 6, 1, 2, 3, 30, 31])
+    both.hint(1, Hints([5, 6, 1, 2, 3, 30, 31]))
     first = both.propose([1])[0]
     assert (first.tokens, first.match) == ([3, 30, 31], 5)
     both.release(1)
@@ -417,7 +417,7 @@ def test_min_match_bounds_what_a_request_s_own_text_gives(least: int, found: int
     assert isinstance(drafter, Texts)
     drafter.commit(1, [1, 2, 3, 4, 9, 2, 3])
     assert drafter._echo(1).match == found
-    drafter.predict(1, [7, 2, 3, 8])
+    drafter.hint(1, Hints([7, 2, 3, 8]))
     assert drafter._echo(1).match == found, "what is expected is bounded too"
     drafter.commit(2, [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5])
     assert drafter._echo(2).match == 5 >= least

@@ -14,6 +14,7 @@ from exactness import check
 
 from minispec.drafter import Draft
 from minispec.ngram import CROWDED, INDEX_PER_STEP, KEPT_AFTER_RELEASE, NgramDrafter, NgramOptions, Trie
+from minispec.request import Hints
 from minispec.tree import DraftTree
 
 Path = tuple[int, ...]
@@ -367,7 +368,7 @@ def test_what_ended_requests_left_waiting_is_indexed_up_to_a_bound() -> None:
 
 def test_what_is_expected_of_an_output_drafts_for_its_request_alone() -> None:
     drafter, expected = NgramDrafter(SMALL), [5, 6, 7, 8]
-    drafter.predict(1, expected)
+    drafter.hint(1, Hints(expected))
     for slot in (1, 2):
         drafter.commit(slot, [4, 5])
     assert [paths_of(draft) for draft in drafter.propose([1, 2])] == [chain(6, 7, 8), set()]
@@ -389,7 +390,7 @@ def test_what_is_expected_of_an_output_drafts_for_its_request_alone() -> None:
 def test_an_expectation_is_indexed_first_within_a_steps_share_and_not_after_its_request() -> None:
     drafter = NgramDrafter(SMALL)
     drafter.commit(2, [1] * 300)
-    drafter.predict(1, range(10, 10 + INDEX_PER_STEP + 50))
+    drafter.hint(1, Hints(range(10, 10 + INDEX_PER_STEP + 50)))
     drafter.commit(1, [2, 10])
     assert paths_of(drafter.propose([1])[0]) == chain(11, 12, 13, 14) and indexed(drafter) == 0
     drafter.release(1)

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from test_server import options
 
@@ -25,7 +26,7 @@ from minispec.metrics import Verified
 from minispec.replicas.replica import Replica, given_flags
 from minispec.replicas.routing import Routing
 from minispec.replicas.workers import Place, Replicas
-from minispec.request import Grammar, Logprobs, Request, SamplingParams
+from minispec.request import Grammar, Logprobs, Request, RequestError, SamplingParams
 from minispec.serve.worker import build_llm
 
 ONCE = [4027, 1980]  # " Once upon", after which the scripted text follows
@@ -249,6 +250,36 @@ def played(config: Config, play: Callable[[Door], Any]) -> Any:
             door.stop()
 
     return asyncio.run(all_of_it())
+
+
+def test_corpora_reach_all_replicas_and_those_that_start_later(config: Config, tmp_path: Path) -> None:
+    (texts := tmp_path / "texts.jsonl").write_text('"Once upon a time there was a fox in the wood."\n')
+    named = dataclasses.replace(config, speculative_algorithm="NGRAM", speculative_draft_model_path=None,
+                                speculative_ngram_external_corpus_path=str(texts))  # fmt: skip
+
+    def held(door: Door) -> list[set[str]]:
+        return [set(place.actor._replica.engine.llm.corpora.table._all) for place in door.replicas.places]
+
+    async def play(door: Door) -> None:
+        library = door.replicas.front.corpora
+        assert held(door) == [{"external"}] * 2 and library.counts["external"] > 5
+        await asyncio.to_thread(library.add, "mine", ["There was a hen, too."], None)
+        assert held(door) == [{"external", "mine"}] * 2
+        tables = [place.actor._replica.engine.llm.corpora.table._all for place in door.replicas.places]
+        assert np.array_equal(tables[0]["mine"].places, door.replicas.corpora["mine"].places)
+        door.kill(door.replicas.places[0])
+        await door.until(lambda: door.replicas.places[0].state == "starting")
+        await asyncio.to_thread(library.remove, "external")
+        await asyncio.to_thread(library.add, "late", ["And an owl."], None)
+        await door.until(lambda: door.replicas.places[0].state == "ready")
+        assert held(door) == [{"mine", "late"}] * 2 and set(library.counts) == {"mine", "late"}
+        named = Request("named", [5, 6, 7], SamplingParams(max_new_tokens=4, ngram_corpus_id="external"))
+        await door.serve([named])  # the door checks names; what is removed meanwhile ends nobody
+        assert named.finish.kind == "length"
+        with pytest.raises(RequestError, match="ngram_corpus_id must be the id of a corpus .late, mine."):
+            library.check(named.params)
+
+    played(named, play)
 
 
 @pytest.mark.slow

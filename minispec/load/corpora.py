@@ -1,8 +1,11 @@
-"""External corpora as an operator handles them: added, removed, listed, and built in a process of their own.
+"""External corpora as an operator handles them: added, removed, saved, and built in a process of their own.
 
 A corpus is built by `python -m minispec.load.corpora` at the lowest priority, so that neither the interpreter's lock
 nor the processor is taken from the engine. That process reads documents as JSON lines, and leaves two arrays in a
 folder that only this user can enter; the server maps them. The folder goes when the server ends.
+
+What a server learned of its requests can outlive it: if a flag names a folder, the newest texts are written there at an
+orderly end, and are a corpus when the next server starts.
 
 Read next: `minispec/corpora.py`, how texts are looked up in them.
 """
@@ -10,6 +13,7 @@ Read next: `minispec/corpora.py`, how texts are looked up in them.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import stat
@@ -18,32 +22,45 @@ import sys
 import tempfile
 import threading
 import uuid
+import zipfile
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from minispec.corpora import END, Corpora, load, sort_places
-from minispec.request import RequestError, SamplingParams, short
+from minispec.config import Config
+from minispec.corpora import END, Corpus, Tokens, load, sort_places
+from minispec.request import Request, RequestError, SamplingParams, short
 
 if TYPE_CHECKING:
     from minispec.load.tokenizer import Tokenizer
 
+logger = logging.getLogger("minispec")
+
 AT_START = "external"  # the id of the corpus that a flag names
+LEARNED = "learned"  # the id of the corpus of what an earlier server learned
+KEPT = 1_000_000  # tokens of requests that are kept to be saved, at most
 LONGEST_ID = 200  # characters of an id
 
 
+class Table(Protocol):
+    """What lookups draft from: the table of one engine, or those of all replicas."""
+
+    def put(self, name: str, corpus: Corpus | None) -> None: ...  # adds or replaces a corpus; None removes it
+
+
 class Library:
-    """The corpora of one engine. Any thread may call; a corpus is built at a time."""
+    """The corpora of a server. Any thread may call, but `learn` and `forget` one alone; a corpus is built at a time."""
 
-    def __init__(self, table: Corpora | None, tokenizer: Tokenizer, root: str | None, most: int) -> None:
-        """`table`: what the drafter looks up in; None: it looks nothing up. root: the folder that `file_path` may name.
-
-        most: tokens of all corpora together.
-        """
-        self.table, self.tokenizer, self.root, self.most = table, tokenizer, root, most
+    def __init__(self, table: Table | None, tokenizer: Tokenizer, config: Config) -> None:
+        """`table`: where corpora are put; None: the drafter looks nothing up."""
+        self.table, self.tokenizer, self.config = table, tokenizer, config
+        self.root = config.speculative_ngram_corpus_folder
+        self.most = config.speculative_ngram_external_corpus_max_tokens
         self.counts: dict[str, int] = {}
+        self._texts: list[bytes] = []  # what is to be saved: the ids of requests that have ended, the oldest first
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._building = threading.Lock()
 
@@ -73,21 +90,86 @@ class Library:
             lines.seek(0)
             return self._built(name, lines, "documents")
 
-    def at_start(self, path: str) -> None:
-        """Build the corpus of --speculative-ngram-external-corpus-path; raises ValueError naming the flag."""
+    def start(self) -> None:
+        """Build the corpora that flags name; raises ValueError naming the flag."""
+        path, folder = self.config.speculative_ngram_external_corpus_path, self.config.speculative_ngram_learned_folder
         flag = f"--speculative-ngram-external-corpus-path {path}"
         try:
-            with open(path, "rb") as opened:
-                self._built(AT_START, opened, flag)
+            if path is not None:
+                with open(path, "rb") as opened:
+                    self._built(AT_START, opened, flag)
+            if folder is not None:
+                flag = f"--speculative-ngram-learned-folder {folder}"
+                os.makedirs(folder, 0o700, exist_ok=True)
+                self._load(Path(folder) / "learned.npz", flag)
         except (OSError, RequestError) as error:
             said = str(error) if isinstance(error, RequestError) else f"{flag}: {error.strerror}"
             raise ValueError(said) from None
+
+    @cached_property
+    def _digest(self) -> str:
+        """The fingerprint of the tokenizer."""
+        from minispec.load.draft_models import tokenizer_digest  # here, since it imports torch
+
+        return tokenizer_digest(self.tokenizer)
+
+    def _load(self, file: Path, flag: str) -> None:
+        """Build the corpus of what an earlier server saved, if there is a file and the tokenizer is the same."""
+        self._lookups()
+        if not file.exists():
+            return
+        try:
+            with np.load(file) as found:
+                tokens, digest = found["tokens"], str(found["tokenizer"])
+            if digest != self._digest:
+                raise ValueError("it was saved with another tokenizer")
+            count = self._built(LEARNED, tokens, flag)[1]
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:  # RequestError is a ValueError
+            logger.warning("%s: what was saved there is not used: %s", flag, error)
+            return
+        self._texts = [text.tobytes() for text in np.split(tokens, np.flatnonzero(tokens == END) + 1) if len(text)]
+        logger.info("%s: %d tokens of earlier requests are looked up", flag, count)
+
+    def learn(self, request: Request) -> None:
+        """Keep the text of a request that has ended, if texts are saved and it has no cache salt."""
+        if self.config.speculative_ngram_learned_folder is None or request.salt or not request.output_ids:
+            return
+        text = np.array([*request.ids, END], np.int32).tobytes()
+        self._texts = [kept for kept in self._texts if not text.startswith(kept[:-4])]  # an earlier turn, or the same
+        self._texts.append(text)
+        while sum(map(len, self._texts)) > 4 * min(KEPT, self.most):
+            del self._texts[0]
+
+    def forget(self) -> None:
+        """Save nothing of the requests so far."""
+        self._texts = []
+
+    def save(self) -> None:
+        """Write the kept texts to the folder that a flag names, as a file that no other user may read."""
+        if (folder := self.config.speculative_ngram_learned_folder) is None:
+            return
+        try:
+            with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:  # has the mode 0600
+                tokens = np.frombuffer(b"".join(self._texts), np.int32)
+                np.savez(file, tokens=tokens, tokenizer=np.array(self._digest))
+            os.replace(file.name, Path(folder) / "learned.npz")
+        except OSError as error:
+            logger.error("--speculative-ngram-learned-folder %s: nothing is saved: %s", folder, error)
 
     def remove(self, name: str) -> None:
         """Remove a corpus, without waiting for requests that use it; raises RequestError if there is none."""
         if self.table is None or self.counts.pop(name, None) is None:
             raise RequestError(f"corpus_id must be the id of a corpus, got {short(name)}", "corpus_id")
         self.table.put(name, None)
+        if name == LEARNED:
+            self.forget()
+
+    def _lookups(self) -> Table:
+        """Return where corpora are put; raises RequestError if the drafter looks nothing up."""
+        if self.table is None:
+            raise RequestError("corpora are what lookups draft from, and this server looks nothing up: give "
+                               "--speculative-algorithm NGRAM, or --speculative-lookup beside a head")  # fmt: skip
+        return self.table
 
     def _opened(self, file: str) -> IO[bytes]:
         """Open a regular file below the folder that a flag names; raises RequestError for any other."""
@@ -109,11 +191,9 @@ class Library:
             raise refused
         return opened
 
-    def _built(self, name: str | None, lines: IO[bytes], field: str) -> tuple[str, int]:
-        """Build a corpus from JSON lines in a process of its own, and put it in the drafter's table."""
-        if self.table is None:
-            raise RequestError("corpora are what lookups draft from, and this server looks nothing up: give "
-                               "--speculative-algorithm NGRAM, or --speculative-lookup beside a head")  # fmt: skip
+    def _built(self, name: str | None, source: IO[bytes] | Tokens, field: str) -> tuple[str, int]:
+        """Build a corpus from JSON lines or tokens in a process of its own, and put it in the table."""
+        table = self._lookups()
         if not self._building.acquire(blocking=False):
             raise RequestError("another corpus is being built; try again when it is", None, 400, "busy")
         try:
@@ -121,24 +201,27 @@ class Library:
             folder, name = Path(tempfile.mkdtemp(dir=self._folder.name)), name or uuid.uuid4().hex
             room = self.most - sum(count for key, count in self.counts.items() if key != name)
             try:
-                count = self._run(folder, lines, max(room, 0), field)
+                count = self._run(folder, source, max(room, 0), field)
                 corpus = load(folder)
             finally:
                 shutil.rmtree(folder, ignore_errors=True)  # what is mapped stays until it is dropped
-            self.table.put(name, corpus)
+            table.put(name, corpus)
             self.counts[name] = count
             return name, count
         finally:
             self._building.release()
 
-    def _run(self, folder: Path, lines: IO[bytes], most: int, field: str) -> int:
+    def _run(self, folder: Path, source: IO[bytes] | Tokens, most: int, field: str) -> int:
         """Run the building process; return how many tokens it read."""
-        spelled = self.tokenizer.backend.serialized()
-        if spelled is None:  # tiktoken's: its ids are made here
-            texts = documents_of(lines, field)
+        lines: IO[bytes] | int = subprocess.DEVNULL
+        if isinstance(source, np.ndarray):
+            np.save(folder / "tokens.npy", source)
+        elif (spelled := self.tokenizer.backend.serialized()) is None:  # tiktoken's: its ids are made here
+            texts = documents_of(source, field)
             ids = [np.array([*self.tokenizer.encode(text, False), END], np.int32) for text in texts]
             np.save(folder / "tokens.npy", np.concatenate(ids or [np.empty(0, np.int32)]))
         else:
+            lines = source
             (folder / "tokenizer.json").write_text(spelled, encoding="utf-8")
         command = [sys.executable, "-m", "minispec.load.corpora", str(folder), str(most), field]
         environ = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}

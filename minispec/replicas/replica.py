@@ -22,7 +22,10 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import fields
 from typing import Any, cast
 
+import numpy as np
+
 from minispec.config import Config
+from minispec.corpora import Corpus, Tokens
 from minispec.load.machine import own_compile_cache
 from minispec.replicas.wire import Told, Values
 from minispec.request import ABORTED, Finish, Request, RequestError, Update, one_line
@@ -34,7 +37,7 @@ logger = logging.getLogger("minispec")
 
 
 AT_THE_DOOR = ("dp_size", "ray_address", "api_key", "admin_api_key", "ssl_keyfile", "ssl_certfile", "chat_template",
-               "notes")  # fmt: skip
+               "speculative_ngram_external_corpus_path", "speculative_ngram_learned_folder", "notes")  # fmt: skip
 
 
 def given_flags(config: Config) -> Values:
@@ -122,6 +125,12 @@ class Replica:
         """Return the answer to one of `info.QUESTIONS`, asked between two steps."""
         (answer,) = await self._begun.each(question, *given)
         return answer
+
+    async def put(self, name: str, arrays: tuple[Tokens, Tokens] | None) -> None:
+        """Draft from an external corpus, given as `Corpus` is, or no more; safe while the engine runs."""
+        table = cast(Front, self._begun.front).corpora.table
+        if table is not None:  # copies, since Ray's memory is for what is under way
+            table.put(name, None if arrays is None else Corpus(*map(np.array, arrays)))
 
     async def updates(self, incarnation: str) -> AsyncIterator[tuple[str, list[Values]]]:
         """Yield batches of updates with the incarnation that they are of, as long as it is the one asked for."""

@@ -27,10 +27,11 @@ from importlib import import_module
 from typing import Any
 
 from minispec.config import Config
+from minispec.corpora import Corpus
 from minispec.replicas.cluster import Cluster
 from minispec.replicas.routing import Routing
 from minispec.replicas.wire import Values, packed, taken
-from minispec.request import ABORTED, Finish, Request, RequestError, Update
+from minispec.request import ABORTED, Finish, Request, RequestError, Update, one_line
 from minispec.serve.front import Facts, Front, front_for
 
 logger = logging.getLogger("minispec")
@@ -76,6 +77,9 @@ class Replicas:
         self.deaths: Counter[Request] = Counter()
         self.unwanted: set[Request] = set()  # aborted, and the replica has not said so yet
         self.setting: tuple[Any, ...] = ()  # what `reconfigure` was last told, for replicas that start later
+        self.corpora: dict[str, Corpus] = {}  # for replicas that start later too
+        self._loop = asyncio.get_running_loop()
+        self._opening = asyncio.Lock()
         self._seeds = random.Random(config.random_seed)
         self._tasks: set[asyncio.Task[None]] = set()
         self._cluster: Cluster | None = None
@@ -204,14 +208,19 @@ class Replicas:
 
     async def _open(self, place: Place) -> None:
         """Let a replica that is ready have requests."""
-        if self.front is None:
-            facts: Facts = place.known["facts"]
-            front = await asyncio.to_thread(front_for, facts, self.config)
+        async with self._opening:
             if self.front is None:
+                facts: Facts = place.known["facts"]
+                front = await asyncio.to_thread(front_for, facts, self.config, self)
                 self.front, self.routing = front, Routing(facts.page_size, facts.pages)
                 logger.info("The server is fired up and ready to roll!")
         if self.setting:
             await place.actor.ask.remote("reconfigure", *self.setting)
+        given: dict[str, Corpus] = {}
+        while given != self.corpora:  # others may come meanwhile
+            before, given = given, dict(self.corpora)
+            for name in given.keys() | before.keys():
+                await self._hand(place, name, given.get(name))
         place.state, place.starts = "ready", 0
         logger.info("replica %d is ready: process %d on %s", place.number, place.known["pid"], place.known["host"])
         self._send()
@@ -369,6 +378,24 @@ class Replicas:
         self.deliver(updates)
         if self.waiting:
             self._send()
+
+    # ---- external corpora ----------------------------------------------------------------------------------------
+
+    def put(self, name: str, corpus: Corpus | None) -> None:
+        """Have all replicas draft from a corpus, or no more, those that start later too; not on the event loop."""
+        asyncio.run_coroutine_threadsafe(self._spread(name, corpus), self._loop).result()
+
+    async def _spread(self, name: str, corpus: Corpus | None) -> None:
+        others = {key: one for key, one in self.corpora.items() if key != name}
+        self.corpora = others if corpus is None else {**others, name: corpus}
+        there = [place for place in self.places if place.state != "starting"]
+        handed = (self._hand(place, name, corpus) for place in there)
+        for place, error in zip(there, await asyncio.gather(*handed, return_exceptions=True), strict=True):
+            if error is not None:  # one that has died gets it when it starts again
+                logger.warning("replica %d does not have corpus %s: %s", place.number, name, one_line(error))
+
+    async def _hand(self, place: Place, name: str, corpus: Corpus | None) -> None:
+        await place.actor.put.remote(name, None if corpus is None else (corpus.tokens, corpus.places))
 
     # ---- questions -----------------------------------------------------------------------------------------------
 

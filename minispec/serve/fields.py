@@ -287,7 +287,7 @@ class Prompted(create_model("Inactive", __base__=Fields, **_inactive_fields(INAC
         "the context")
     best_of: Annotated[Integer, AfterValidator(_equal_to_n)] = does("must equal n, as nothing ranks choices")
     cache_salt: Salt | None = does(
-        "share cached prefixes only with requests of this salt, and teach the NGRAM drafter nothing")
+        "share cached prefixes only with requests of this salt, and give nobody else drafts")
     extra_key: Salt | None = does("the same, and beside cache_salt a part of it")
 
 

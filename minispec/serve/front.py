@@ -17,6 +17,7 @@ from minispec.request import Limits, Request
 
 if TYPE_CHECKING:
     from minispec.llm import LLM
+    from minispec.load.corpora import Library, Table
     from minispec.load.tokenizer import Tokenizer
 
 logger = logging.getLogger("minispec")
@@ -31,6 +32,7 @@ class Facts(NamedTuple):
     page_size: int
     pages: int
     algorithm: str  # the drafter that runs
+    looks_up: bool  # whether it may draft from external corpora
     numbers: str  # what the tokens of a seed depend on beside the flags: the model's sizes, its dtype, its device
 
 
@@ -42,6 +44,7 @@ class Front(NamedTuple):
     facts: Facts
     prepare: Callable[[Request], None]  # has ready what a request asks for: that of `Grammars`, or an engine's `Asked`
     defaults: dict[str, Any]  # sampling values for what a /v1 request leaves out
+    corpora: Library  # the external corpora
 
     def validate(self, request: Request) -> None:
         """Do what `Scheduler.validate` does."""
@@ -56,24 +59,26 @@ def front_of(llm: LLM, config: Config) -> Front:
     scheduler, engine = llm.scheduler, llm.scheduler.engine
     weight = engine.model.norm.weight
     facts = Facts(scheduler.limits, scheduler.sizes.max_running, scheduler.sizes.nodes, scheduler.kv.page_size,
-                  scheduler.kv.pages, llm.config.algorithm,
+                  scheduler.kv.pages, llm.config.algorithm, engine.drafter.corpora is not None,
                   numbers=f"{weight.dtype} {weight.device.type} {llm.model_config}")  # fmt: skip
-
-    def prepare(request: Request) -> None:
-        """Do what `Engine.asked` and the corpora need before a request is queued."""
-        llm.corpora.check(request.params)
-        engine.asked.prepare(request)
-
-    return Front(llm.folder, llm.tokenizer, facts, prepare, sampling_defaults(config, llm.folder))
+    defaults = sampling_defaults(config, llm.folder)
+    return Front(llm.folder, llm.tokenizer, facts, lambda r: engine.asked.prepare(r), defaults, llm.corpora)
 
 
-def front_for(facts: Facts, config: Config) -> Front:
-    """Return the front in front of an engine elsewhere; reads the tokenizer, so it takes a second."""
+def front_for(facts: Facts, config: Config, table: Table) -> Front:
+    """Return the front in front of engines elsewhere, whose corpora `table` puts there.
+
+    It reads the tokenizer and builds the corpora that flags name, so it takes seconds. Raises ValueError as
+    `Library.start` does.
+    """
     from minispec.asked.grammar import Grammars  # here, since the server listens before torch is imported
     from minispec.load.build import choose_folder, choose_tokenizer
+    from minispec.load.corpora import Library
     from minispec.load.weights import sampling_defaults
 
     folder, limits = choose_folder(config, logger.info), facts.limits
     tokenizer = choose_tokenizer(config, folder, limits.vocab_size)
     grammars = Grammars(tokenizer.backend, limits.vocab_size, limits.eos_ids)
-    return Front(folder, tokenizer, facts, grammars.prepare, sampling_defaults(config, folder))
+    corpora = Library(table if facts.looks_up else None, tokenizer, config)
+    corpora.start()
+    return Front(folder, tokenizer, facts, grammars.prepare, sampling_defaults(config, folder), corpora)

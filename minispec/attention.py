@@ -99,6 +99,7 @@ class Plan:
     """
 
     first: Tensor | None = None  # None: every node sees all rows before its block
+    whole: Plan | None = None  # the plan that this is a part of
     sliding: int  # how many tokens a node of a part sees, itself included
 
     def __init__(
@@ -138,7 +139,7 @@ class Plan:
         """
         part = Plan(self.kv, self.batch, self.blocks, self.width, self.window, prompts=self.prompts)
         part.slots, part.starts, part.rows, part.ends = self.slots, self.starts, self.rows, self.ends
-        part.sliding = sliding
+        part.sliding, part.whole = sliding, self
         part.first = torch.zeros(self.visible.shape[:2], dtype=torch.int32, device=self.slots.device)
         part.narrow(self.visible)  # this plan may be filled already
         self.parts.append(part)

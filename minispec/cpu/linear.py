@@ -149,7 +149,7 @@ def pack_linears(module: nn.Module, keep: bool = False, compiled: bool = True) -
     for name, child in list(module.named_children()):
         if isinstance(child, nn.Linear):
             setattr(module, name, (PackedHead if name == "lm_head" else PackedLinear)(child, keep, compiled))
-        elif isinstance(child, Experts):
+        elif type(child) is Experts:
             setattr(module, name, PackedExperts(child) if can_reorder(child.down_proj.dtype) else child)
         else:
             pack_linears(child, keep, compiled)

@@ -172,8 +172,6 @@ REFUSED = {  # why -> flags
         --lora-drain-wait-threshold --uno-lora-path""",
     "clients are told apart by keys, not by certificates, and the file of the server's own key has no password":
         "--ssl-ca-certs --ssl-keyfile-password --enable-ssl-refresh",
-    "in bfloat16 two batch shapes may round differently, so determinism is not promised beyond float32":
-        "--enable-deterministic-inference",
     "DSPARK, which drafts a block with a Markov head, is not served yet": """--speculative-dspark-block-size
         --speculative-dspark-confidence-threshold --speculative-dspark-sps-table-path
         --speculative-dspark-confidence-sts-path --speculative-dspark-align-verify-tokens-to-graph-tier""",

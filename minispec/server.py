@@ -535,7 +535,7 @@ class Server:
         shown = calls_of(tokenizer.chat.tool_template or "")
         formats = Formats(CALLS.get(config.tool_call_parser or "", shown), THOUGHTS.get(config.reasoning_parser or ""))
         return Served(config.served_name, tokenizer, fingerprint(config, facts.numbers), facts.nodes,
-                      config.stream_interval, config.enable_cache_report, formats)  # fmt: skip
+                      config.stream_interval, config.enable_cache_report, formats, config.seed)  # fmt: skip
 
     def _check_model(self, name: str | None, strict: bool = False) -> None:
         """If `strict`, or with --strict-model-name, raise RequestError 404 where a request names another model."""
@@ -583,9 +583,14 @@ def _tokenized(job: parse.Job, front: Front, served: Served) -> list[Request]:
     """Return a job's requests; errors name the client's fields."""
     limits = front.facts.limits
     try:
-        return parse.tokenize(job, front.tokenizer, limits.context_length, limits.longest_prompt, served.formats)
+        requests = parse.tokenize(job, front.tokenizer, limits.context_length, limits.longest_prompt, served.formats)
     except RequestError as error:
         raise parse.in_clients_words(error, job.names) from None
+    for i, request in enumerate(requests):
+        if request.params.sampling_seed is None:
+            seed = parse.choice_seed(served.seed, i % job.n)
+            request.params = dataclasses.replace(request.params, sampling_seed=seed)
+    return requests
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

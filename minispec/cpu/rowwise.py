@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -36,8 +37,8 @@ from minispec.attention import Plan, write_rows
 from minispec.compiled import Key
 from minispec.cpu import template
 from minispec.cpu.int8 import Int8Linear
-from minispec.cpu.linear import pack_linears
-from minispec.cpu.template import Blocks
+from minispec.cpu.linear import PackedLinear, pack_linears
+from minispec.cpu.template import Blocks, of_any_rows
 from minispec.experts import Experts, Product, through_chosen
 from minispec.kv import PagedKV
 from minispec.model import Model, RMSNorm, Rope
@@ -48,6 +49,7 @@ STEP = 64  # chains read as many rows as they need, rounded up to a multiple of 
 # halves of them, whose border moves with their number.
 PIECE = 192
 LEAST_ROWS = 4  # fewer rows have a kernel of their own
+PART = 64  # numbers of a row that a norm adds up together
 AREA = 1 << 17  # most queries times rows that they read in one product
 
 
@@ -252,21 +254,22 @@ class RowNorm(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension of x."""
         if torch.compiler.is_compiling():
-            return super().forward(x)
-        rows = x.reshape(-1, x.shape[-1])
-        if len(rows) > 1:
-            torch._dynamo.maybe_mark_dynamic(rows, 0)
-        return _norm_alone(self.eps)(rows, self.weight).view(x.shape)
+            return normed(x, self.weight, self.eps)
+        return of_any_rows(_norm_alone(self.eps), x.reshape(-1, x.shape[-1]), self.weight).view(x.shape)
+
+
+def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the RMSNorm of the last dimension of x; to be compiled."""
+    # Added up in parts: one sum of a long row would be shared out among threads if there is no other row.
+    wide, size = x.float(), x.shape[-1]
+    parts = wide.square().unflatten(-1, (-1, math.gcd(size, PART))).sum(-1)
+    out = wide * torch.rsqrt(parts.sum(-1, keepdim=True) / size + eps)
+    return weight * out.to(x.dtype)
 
 
 @functools.cache
 def _norm_alone(eps: float) -> Callable[[Tensor, Tensor], Tensor]:
-    def norm(x: Tensor, weight: Tensor) -> Tensor:
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return weight * normed.to(x.dtype)
-
-    return torch.compile(norm, fullgraph=True, dynamic=False)
+    return torch.compile(lambda x, weight: normed(x, weight, eps), fullgraph=True, dynamic=False)
 
 
 class RowExperts(Experts):
@@ -321,10 +324,14 @@ class RopeTable:
 
 def keep_rows_apart(model: Model) -> None:
     """Replace norms, experts and linear layers of a model; raises ValueError for one that has no such form."""
+    sizes = set()
     for name, part in model.named_modules():
         weight = getattr(part, "down_proj" if isinstance(part, Experts) else "weight", None)
         linear = isinstance(part, (nn.Linear, Int8Linear, Experts))
-        if linear and not isinstance(weight, nn.Module) and weight.shape[-1] % template.INPUTS:
+        if not linear or weight is None:
+            continue
+        sizes.add(weight.shape)
+        if weight.shape[-1] % template.INPUTS:
             raise ValueError(f"--enable-deterministic-inference: {name} has {weight.shape[-1]} inputs, and one order of "
                              f"their sum is there for multiples of {template.INPUTS} alone")  # fmt: skip
     for module in list(model.modules()):
@@ -337,6 +344,11 @@ def keep_rows_apart(model: Model) -> None:
                 child.pack()
                 child.alone = False
     pack_linears(model)
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            module.wide = True
+    # Eager code has a graph of a product for each of these, and torch.compile counts them as one function's.
+    torch._dynamo.config.recompile_limit += 2 * len(sizes)
 
 
 @functools.cache

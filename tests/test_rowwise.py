@@ -1,0 +1,163 @@
+"""A text and its numbers are one in bfloat16, whatever drafts and whatever runs beside it, and each cause is seen.
+
+The tiny model's log-probabilities are compared to the last bit, since a text of its few tokens seldom changes: where a
+row depends on another, they do. Each cause that `rowwise.py` removes is put back, and numbers must then differ.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from exactness import CONTEXT, VOCAB, Oracle, any_ids, build, request, run, tiny_model, truth_of
+from torch import Tensor
+
+from minispec.attention import AttendKind
+from minispec.config import Config
+from minispec.cpu import rowwise
+from minispec.cpu.gather import PagedGather
+from minispec.cpu.int8 import replace_weights
+from minispec.cpu.rowwise import PagedChains, RopeTable, RowNorm, keep_rows_apart, reach_of
+from minispec.cpu.template import Blocks, reason_against, unblocked
+from minispec.drafter import Plain
+from minispec.kv import PagedKV
+from minispec.model import Block, Model, RMSNorm, Rope
+from minispec.request import Logprobs, Request
+from minispec.scheduler import Scheduler
+
+BF16 = torch.bfloat16
+pytestmark = pytest.mark.skipif(reason_against(BF16) is not None, reason=f"no template: {reason_against(BF16)}")
+SIZES: dict[str, Any] = {"hidden_size": 64, "heads": 8, "kv_heads": 4}  # multiples of 32 inputs
+KINDS: dict[str, dict[str, Any]] = {
+    "dense": {}, "windowed": {"sliding_window": 20, "sliding": (0, 2)}, "biases": {"qkv_bias": True},
+    "sparse": {"sparse": (0, 2), "experts": 4, "experts_per_token": 2, "expert_size": 32},
+}  # fmt: skip
+Numbers = list[tuple[list[int], list[float]]]
+
+
+def model_of(kind: str, int8: bool = False) -> Model:
+    """Return a tiny model in bfloat16 whose rows are kept apart."""
+    model = tiny_model(**SIZES, **KINDS[kind]).to(BF16)
+    with torch.inference_mode():
+        if int8:
+            replace_weights(model)
+        keep_rows_apart(model)
+        model.rope = RopeTable(model, CONTEXT)  # type: ignore[method-assign]
+    return model
+
+
+@pytest.fixture(scope="module")
+def dense() -> Model:
+    return model_of("dense")
+
+
+def kind_for(of: PagedKV, *args: Any) -> Any:
+    """Return the attention of a target, as `Build.engine_of` chooses it."""
+    return PagedChains(of, *args)
+
+
+def served(model: Model, running: int, nodes: int = 1, kind: AttendKind = kind_for, **options: Any) -> Scheduler:
+    """Return a scheduler; nodes: those of trees in which the true continuation hides."""
+    drafter = Oracle(truth_of(model), nodes=nodes, seed=running) if nodes > 1 else Plain()
+    return build(model, drafter, running=running, kind=kind, **{"radix": False, **options})
+
+
+def asked(count: int, new: int = 64, **params: Any) -> list[Request]:
+    """Return requests of very different lengths that ask for log-probabilities of prompt and output."""
+    rng = random.Random(3)
+    lengths = [5, 150, 33, 1, 90, 64, 12, 170, 40, 2, 100, 70][:count]
+    return [request(f"r{i}", any_ids(length, rng), max_new_tokens=new, logprobs=Logprobs(top=2), sampling_seed=i,
+                    **params) for i, length in enumerate(lengths)]  # fmt: skip
+
+
+def numbers(scheduler: Scheduler, requests: Sequence[Request], at_once: int) -> Numbers:
+    """Serve requests, so many at once; returns the ids and the log-probabilities of each."""
+    for first in range(0, len(requests), at_once):
+        run(scheduler, requests[first : first + at_once])
+    return [(r.output_ids, [x for s in r.output_scores for x in (s.logprob, *(p for _, p in s.top))]) for r in requests]
+
+
+def alone(model: Model, count: int, **params: Any) -> Numbers:
+    """Return what each request gets alone, without drafts."""
+    return numbers(served(model, 1), asked(count, **params), 1)
+
+
+def test_a_text_and_its_numbers_are_one_in_any_batch_with_any_drafts(dense: Model) -> None:
+    truth = alone(dense, 12)
+    assert len({tuple(ids) for ids, _ in truth}) == 12
+    for running in (1, 2, 5, 12):
+        for nodes in (1, 2, 8):
+            if (running, nodes) != (1, 1):
+                count = 12 if running == 12 else 4
+                assert numbers(served(dense, running, nodes), asked(count), running) == truth[:count], (running, nodes)
+
+
+def test_chunks_cached_prefixes_and_retraction_change_no_number(dense: Model) -> None:
+    truth = alone(dense, 8, new=40)
+    assert numbers(served(dense, 8, 8, chunk=32), asked(8, new=40), 8) == truth, "chunks of 32 tokens"
+    scheduler = served(dense, 4, 8, radix=True)
+    assert numbers(scheduler, asked(8, new=40), 4) == truth
+    again = asked(8, new=40)
+    assert numbers(scheduler, again, 4) == truth and any(r.cached_tokens for r in again), "from the prefix cache"
+    tight, crowded = served(dense, 8, 8, pages=34), asked(8, new=40)
+    assert numbers(tight, crowded, 8) == truth and any(r.retractions for r in crowded), "retracted"
+
+
+def test_samples_with_penalties_and_filters_are_one(dense: Model) -> None:
+    wishes = {"temperature": 1.0, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1, "presence_penalty": 0.2}
+    truth = alone(dense, 6, new=40, **wishes)
+    assert numbers(served(dense, 6, 8), asked(6, new=40, **wishes), 6) == truth
+
+
+@pytest.mark.parametrize("kind", ["windowed", "biases", "sparse", "int8"])
+def test_other_models_and_weights_keep_their_rows_apart(kind: str) -> None:
+    model = model_of("dense" if kind == "int8" else kind, kind == "int8")
+    assert numbers(served(model, 5, 8), asked(5, new=24), 5) == alone(model, 5, new=24)
+
+
+# ---- each cause, put back ------------------------------------------------------------------------------------------
+
+
+def one_row_by_another_product(patch: pytest.MonkeyPatch) -> None:
+    by_template = Blocks.forward
+
+    def forward(self: Blocks, x: Tensor, wide: bool = False) -> Tensor:
+        if x.shape[:-1].numel() > 1:
+            return by_template(self, x, wide)
+        return F.linear(x.float(), unblocked(self.weight, self.features).float())
+
+    patch.setattr(Blocks, "forward", forward)
+
+
+def a_product_of_few_rows(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(rowwise, "LEAST_ROWS", 1)
+
+
+def halves_of_a_sum_that_move_with_its_length(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(rowwise, "PIECE", 1 << 20)
+
+
+def an_eager_norm_in_one_step(patch: pytest.MonkeyPatch) -> None:
+    apart = RowNorm.forward
+    patch.setattr(RowNorm, "forward", lambda self, x: (apart if x.shape[:2].numel() > 1 else RMSNorm.forward)(self, x))
+
+
+def siblings_between_the_keys(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("test_rowwise.PagedChains", PagedGather)
+
+
+CAUSES = (one_row_by_another_product, a_product_of_few_rows, halves_of_a_sum_that_move_with_its_length,
+          an_eager_norm_in_one_step, siblings_between_the_keys)  # fmt: skip
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_a_cause_that_is_put_back_is_seen(
+    cause: Callable[[pytest.MonkeyPatch], None], dense: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cause(monkeypatch)
+    assert numbers(served(dense, 4, 8), asked(4), 4) != alone(dense, 4)

@@ -14,10 +14,11 @@ layers attend under a part of the plan that hides the other rows (`Plan.within`)
 little code for windows. The deeper a drafted node, the fewer old rows it sees: just those that a token at its position
 sees in plain decoding.
 
-There are three kinds of attention:
+There are four kinds of attention:
 
   PagedFlex    uses FlexAttention (arXiv 2412.05496) over the whole pool through a block mask; compiled, on CUDA
   PagedGather  computes the same without FlexAttention, on a CPU and in eager steps (`cpu/gather.py`)
+  PagedChains  computes the same on a CPU with sums of one order, whatever the step (`cpu/rowwise.py`)
   Causal       has no cache; it serves training, and tests as the independent reference
 
 A plan is allocated once per shape and refilled in place, like the rest of a step's tensors (`buffers.py`).

@@ -7,26 +7,24 @@ row depends on another, they do. Each cause that `rowwise.py` removes is put bac
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from exactness import CONTEXT, VOCAB, Oracle, any_ids, build, request, run, tiny_model, truth_of
+from exactness import CONTEXT, Oracle, any_ids, build, request, run, tiny_model, truth_of
 from torch import Tensor
 
 from minispec.attention import AttendKind
-from minispec.config import Config
 from minispec.cpu import rowwise
 from minispec.cpu.gather import PagedGather
 from minispec.cpu.int8 import replace_weights
-from minispec.cpu.rowwise import PagedChains, RopeTable, RowNorm, keep_rows_apart, reach_of
+from minispec.cpu.rowwise import PagedChains, RopeTable, RowNorm, keep_rows_apart
 from minispec.cpu.template import Blocks, reason_against, unblocked
 from minispec.drafter import Plain
 from minispec.kv import PagedKV
-from minispec.model import Block, Model, RMSNorm, Rope
+from minispec.model import Model, RMSNorm
 from minispec.request import Logprobs, Request
 from minispec.scheduler import Scheduler
 

@@ -13,9 +13,9 @@ a plain step, a tree, a batch and a prompt:
 
 Nothing here is known to the engine or to requests: `load/build.py` makes the parts of an engine of these.
 
-The products of attention are PyTorch's for float32. `reason_against_attention` computes some, since a library may promise no order
-of a sum: that rows among others, or before zeros, have the bits that they have alone is seen at start, or the flag is
-refused.
+The products of attention are PyTorch's for float32, whose library promises no order of a sum. So at start some are
+computed among others and alone, before zeros and without (`reason_against_attention`). Where their bits differ, the
+flag is refused.
 
 Read next: `gather.py`, which does the same faster; `template.py`; docs/reliability.md for what is promised.
 """
@@ -27,7 +27,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -195,7 +195,7 @@ class PagedChains:
 
 
 def _attended(q: Tensor, near: Tensor, mask: Tensor) -> Tensor:
-    """Attend with q [B, Hq, A, D] to keys and values near [2 * Hkv, B * S', D] fp32; mask [B, 1, A, S], S at most S'."""
+    """Attend with q [B, Hq, A, D] to keys and values near [2 * Hkv, B * R, D] fp32; mask [B, 1, A, S], S at most R."""
     (batch, heads, count, dim), kv_heads, reach = q.shape, len(near) // 2, mask.shape[-1]
     keys, values = near.view(2, kv_heads * batch, -1, dim)[:, :, :reach].unbind()
     group = heads // kv_heads
@@ -332,8 +332,8 @@ def keep_rows_apart(model: Model) -> None:
             continue
         sizes.add(weight.shape)
         if weight.shape[-1] % template.INPUTS:
-            raise ValueError(f"--enable-deterministic-inference: {name} has {weight.shape[-1]} inputs, and one order of "
-                             f"their sum is there for multiples of {template.INPUTS} alone")  # fmt: skip
+            raise ValueError(f"--enable-deterministic-inference: {name} has {weight.shape[-1]} inputs, and their "
+                             f"sum has one order for multiples of {template.INPUTS} alone")  # fmt: skip
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is RMSNorm:

@@ -8,8 +8,9 @@ everywhere. It prints one line per run and exits with 1 if any token differs. Th
 prompts.
 
 With `--deterministic` the servers have `--enable-deterministic-inference` and the default's dtype, bfloat16 where the
-processor has it. The texts of all of them are compared with each other: those of the first server, alone, are the truth. Each server answers the questions alone, in batches of 2 to 8 in random company, from the prefix cache, and 20
-times the same question in as many batches, of which there must be one unique text.
+processor has it. The texts of all of them are compared with each other: those of the first server, alone, are the
+truth. Each server answers the questions alone, in batches in random company and from the prefix cache, and 20 times the
+same question in as many batches, of which there must be one unique text.
 """
 
 from __future__ import annotations

@@ -8,25 +8,32 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from exactness import CONTEXT, Oracle, any_ids, build, request, run, tiny_model, truth_of
+from exactness import CONTEXT, Oracle, any_ids, build, request, run, tiny_config, tiny_model, truth_of
 from torch import Tensor
 
 from minispec.attention import AttendKind
+from minispec.config import Config
 from minispec.cpu import rowwise
 from minispec.cpu.gather import PagedGather
 from minispec.cpu.int8 import replace_weights
-from minispec.cpu.rowwise import PagedChains, RopeTable, RowNorm, keep_rows_apart
+from minispec.cpu.rowwise import PagedChains, RopeTable, RowNorm, keep_rows_apart, round_as_eager
 from minispec.cpu.template import Blocks, reason_against, unblocked
 from minispec.drafter import Plain
 from minispec.kv import PagedKV
-from minispec.model import Model, RMSNorm
-from minispec.request import Logprobs, Request
+from minispec.load.build import Build
+from minispec.load.tokenizer import byte_tokenizer
+from minispec.model import Model, RMSNorm, Rope
+from minispec.request import Logprobs, Request, choice_seed
 from minispec.scheduler import Scheduler
+from minispec.serve.parse import parse_generate
+from minispec.serve.reply import Served
+from minispec.server import _tokenized
 
 BF16 = torch.bfloat16
 pytestmark = pytest.mark.skipif(reason_against(BF16) is not None, reason=f"no template: {reason_against(BF16)}")
@@ -116,6 +123,47 @@ def test_samples_with_penalties_and_filters_are_one(dense: Model) -> None:
 def test_other_models_and_weights_keep_their_rows_apart(kind: str) -> None:
     model = model_of("dense" if kind == "int8" else kind, kind == "int8")
     assert numbers(served(model, 5, 8), asked(5, new=24), 5) == alone(model, 5, new=24)
+
+
+def test_a_block_has_the_same_bits_compiled_and_eager_for_one_row_and_for_many(dense: Model) -> None:
+    block, rope = dense.layers[1], dense.rope(torch.arange(7)[None])
+    torch._dynamo.reset()
+    with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch._inductor.config.emulate_precision_casts", False)  # put back afterwards
+        round_as_eager(True)
+        step = lambda x, rope: block(x, rope, lambda q, k, v: q + k.repeat(1, 2, 1, 1) * v.repeat(1, 2, 1, 1))  # noqa: E731
+        compiled, x = torch.compile(step, fullgraph=True, dynamic=False), (3 * torch.randn(1, 7, 64)).to(BF16)
+        many, eager = compiled(x, rope), step(x, rope)
+        first = Rope(*(part[:, :, :1] for part in rope))
+        one = compiled(x[:, :1], first)
+    torch._dynamo.reset()
+    assert torch.equal(many, eager) and torch.equal(many[:, :1], one)
+
+
+def test_without_a_seed_a_request_has_42_and_answers_of_n_differ() -> None:
+    assert Config().seed is None and Config(enable_deterministic_inference=True).seed == 42
+    job = parse_generate({"input_ids": [[1, 2], [3]], "sampling_params": {"n": 2, "max_new_tokens": 1}})
+    front: Any = SimpleNamespace(tokenizer=byte_tokenizer(256), facts=SimpleNamespace(
+        limits=SimpleNamespace(context_length=64, longest_prompt=60)))  # fmt: skip
+    for seed, expected in ((42, [42, choice_seed(42, 1)] * 2), (None, [None] * 4)):
+        requests = _tokenized(job, front, Served("m", front.tokenizer, seed=seed))
+        assert [r.params.sampling_seed for r in requests] == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "said"),
+    [
+        ("cuda", {}, "on CUDA no kernel is fixed"),
+        ("cpu", {"tp_size": 2}, "it was not seen to hold with --tp-size 2"),
+        ("cpu", {"speculative_accept_threshold_acc": 0.5}, "sampled texts depend on drafts"),
+        ("cpu", {"dtype": "float16"}, "float16 has none"),
+    ],
+)
+def test_what_keeps_rows_together_is_refused(device: str, options: dict[str, Any], said: str) -> None:
+    build = object.__new__(Build)
+    build.config, build.device = Config(enable_deterministic_inference=True, **options), torch.device(device)
+    build.rowwise, build.dtype, build.model_config = True, torch.float16, tiny_config()
+    assert said in (build._reason_against_rowwise() or "")
 
 
 # ---- each cause, put back ------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -375,6 +376,7 @@ def reason_against_attention(heads: int, kv_heads: int, dim: int) -> str | None:
 
 def round_as_eager(wanted: bool) -> None:
     """Tell Inductor whether to round wherever eager code does, so that both have the same bits."""
-    from torch._inductor import config
+    if wanted or "torch._inductor.config" in sys.modules:  # an engine before this one may have wanted it
+        from torch._inductor import config
 
-    config.emulate_precision_casts = wanted
+        config.emulate_precision_casts = wanted

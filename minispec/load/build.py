@@ -101,6 +101,7 @@ class Build:
         batches, later: `LLM`'s options batches and compile_later.
         """
         on_cpu = self.device.type == "cpu"
+        round_as_eager(self.rowwise)
         if on_cpu:
             limit_threads(self.config.tp_size // self.config.nnodes)
             spin_alone()
@@ -631,7 +632,6 @@ def _can_compile(config: Config, device: torch.device) -> bool:
         if device.type == "cpu":
             get_cpp_compiler()
             prepare()
-            round_as_eager(config.enable_deterministic_inference)
         return True
     except InvalidCxxCompiler:
         logger.warning("torch.compile needs a C++ compiler (g++ or clang++) and found none: running eagerly, slower")

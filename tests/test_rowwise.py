@@ -47,8 +47,8 @@ Numbers = list[tuple[list[int], list[float]]]
 
 def model_of(kind: str, int8: bool = False) -> Model:
     """Return a tiny model in bfloat16 whose rows are kept apart."""
-    model = tiny_model(**SIZES, **KINDS[kind]).to(BF16)
     with torch.inference_mode():
+        model = tiny_model(**SIZES, **KINDS[kind]).to(BF16).requires_grad_(False)
         if int8:
             replace_weights(model)
         keep_rows_apart(model)
@@ -95,28 +95,26 @@ def alone(model: Model, count: int, **params: Any) -> Numbers:
 def test_a_text_and_its_numbers_are_one_in_any_batch_with_any_drafts(dense: Model) -> None:
     truth = alone(dense, 12)
     assert len({tuple(ids) for ids, _ in truth}) == 12
-    for running in (1, 2, 5, 12):
-        for nodes in (1, 2, 8):
-            if (running, nodes) != (1, 1):
-                count = 12 if running == 12 else 4
-                assert numbers(served(dense, running, nodes), asked(count), running) == truth[:count], (running, nodes)
+    for running, nodes in ((1, 8), (2, 2), (5, 8), (12, 1), (12, 8)):
+        count = min(running + 1, 12)
+        assert numbers(served(dense, running, nodes), asked(count), running) == truth[:count], (running, nodes)
 
 
 def test_chunks_cached_prefixes_and_retraction_change_no_number(dense: Model) -> None:
-    truth = alone(dense, 8, new=40)
-    assert numbers(served(dense, 8, 8, chunk=32), asked(8, new=40), 8) == truth, "chunks of 32 tokens"
+    truth = alone(dense, 8, new=24)
+    assert numbers(served(dense, 8, 8, chunk=32), asked(8, new=24), 8) == truth, "chunks of 32 tokens"
     scheduler = served(dense, 4, 8, radix=True)
-    assert numbers(scheduler, asked(8, new=40), 4) == truth
-    again = asked(8, new=40)
+    assert numbers(scheduler, asked(8, new=24), 4) == truth
+    again = asked(8, new=24)
     assert numbers(scheduler, again, 4) == truth and any(r.cached_tokens for r in again), "from the prefix cache"
-    tight, crowded = served(dense, 8, 8, pages=34), asked(8, new=40)
+    tight, crowded = served(dense, 8, 8, pages=34), asked(8, new=24)
     assert numbers(tight, crowded, 8) == truth and any(r.retractions for r in crowded), "retracted"
 
 
 def test_samples_with_penalties_and_filters_are_one(dense: Model) -> None:
     wishes = {"temperature": 1.0, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1, "presence_penalty": 0.2}
-    truth = alone(dense, 6, new=40, **wishes)
-    assert numbers(served(dense, 6, 8), asked(6, new=40, **wishes), 6) == truth
+    truth = alone(dense, 6, new=24, **wishes)
+    assert numbers(served(dense, 6, 8), asked(6, new=24, **wishes), 6) == truth
 
 
 @pytest.mark.parametrize("kind", ["windowed", "biases", "sparse", "int8"])
@@ -206,4 +204,4 @@ def test_a_cause_that_is_put_back_is_seen(
     cause: Callable[[pytest.MonkeyPatch], None], dense: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cause(monkeypatch)
-    assert numbers(served(dense, 4, 8), asked(4), 4) != alone(dense, 4)
+    assert numbers(served(dense, 2, 8), asked(2), 2) != alone(dense, 2)

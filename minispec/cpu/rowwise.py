@@ -169,11 +169,11 @@ class PagedChains:
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Attend with q [B, Hq, T, D] to one layer's rows of the pool -> [B, Hq, T, D], laid out as [B, T, Hq, D]."""
         batch, heads, length, dim = q.shape
-        kv_heads, near = keys.shape[1], None
+        kv_heads, near = keys.shape[1], keys  # until the first chain's are copied
+        last: Tensor | None = None
         both = keys.as_strided((2 * kv_heads, *keys.shape[2:]), keys.stride()[1:])  # values lie right behind their keys
         whole = len(self.chains) == 1 and self.chains[0].nodes is None and not self.plan.prompts
         out = q if whole else q.new_zeros(batch, length + 1, heads, dim)  # what nobody asks for comes last
-        last = None
         for chain in self.chains:
             if chain.places is not None:
                 near.index_copy_(1, chain.places, both.index_select(1, chain.rows).float())

@@ -125,9 +125,10 @@ def test_other_models_and_weights_keep_their_rows_apart(kind: str) -> None:
 
 def test_a_block_has_the_same_bits_compiled_and_eager_for_one_row_and_for_many(dense: Model) -> None:
     block, rope = dense.layers[1], dense.rope(torch.arange(7)[None])
+    from torch._inductor import config  # after the first import of Inductor, which has its own order
+
     torch._dynamo.reset()
-    with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch._inductor.config.emulate_precision_casts", False)  # put back afterwards
+    with torch.inference_mode(), config.patch(emulate_precision_casts=False):  # which is put back
         round_as_eager(True)
         step = lambda x, rope: block(x, rope, lambda q, k, v: q + k.repeat(1, 2, 1, 1) * v.repeat(1, 2, 1, 1))  # noqa: E731
         compiled, x = torch.compile(step, fullgraph=True, dynamic=False), (3 * torch.randn(1, 7, 64)).to(BF16)

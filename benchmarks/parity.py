@@ -6,12 +6,18 @@ so small that requests are retracted. It sends the questions one at a time and e
 meet a warm prefix cache, and questions with a shared beginning. Sampled requests with seeds must give the same tokens
 everywhere. It prints one line per run and exits with 1 if any token differs. The tests run the same functions on fewer
 prompts.
+
+With `--deterministic` the servers have `--enable-deterministic-inference` and the default's dtype, bfloat16 where the
+processor has it. The texts of all of them are compared with each other: those of the first server, alone, are the
+truth. Each server answers the questions alone, in batches in random company and from the prefix cache, and 20 times the
+same question in as many batches, of which there must be one unique text.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 import time
 import urllib.error
@@ -208,6 +214,45 @@ def run(questions: Questions, drafters: Sequence[str], modes: Sequence[str], tel
     return all_exact
 
 
+TRIALS = 20
+
+
+def trials(url: str, prompts: Sequence[Ids], params: dict[str, Any], seed: int) -> list[Ids]:
+    """Return the answers to the first prompt, asked TRIALS times among others, in batches of random sizes."""
+    rng, found = random.Random(seed), []
+    for trial in range(TRIALS):
+        others = rng.sample(list(prompts[1:]), min(rng.randrange(8), len(prompts) - 1))
+        batch = [*others, prompts[0]]
+        rng.shuffle(batch)
+        if trial % 2:
+            flush(url)
+        answers = generate(url, batch, [params] * len(batch), len(batch))
+        found.append(answers[batch.index(prompts[0])]["output_ids"])
+    return found
+
+
+def run_deterministic(
+    prompts: Sequence[Ids], drafters: Sequence[str], flags: Sequence[str], new_tokens: int, tell: Callable[[str], None]
+) -> bool:
+    """Compare the texts of every drafter, alone and in batches; returns whether there was one of each."""
+    truth: dict[str, list[Ids]] = {}
+    same_everywhere = True
+    asks: dict[str, dict[str, Any]] = {"T = 0": GREEDY, "T = 1": {"temperature": 1.0}}  # the seed is the server's, 42
+    for number, drafter in enumerate(drafters):
+        with serve("--enable-deterministic-inference", *drafter_flags(drafter), *flags) as url:
+            for name, ask in asks.items():
+                params = {**ask, "max_new_tokens": new_tokens, "ignore_eos": True}
+                for at_once in (1, 8, 8):  # the last time from the prefix cache
+                    texts = [a["output_ids"] for a in generate(url, prompts, [params] * len(prompts), at_once)]
+                    equal = sum(a == b for a, b in zip(texts, truth.setdefault(name, texts), strict=True))
+                    same_everywhere &= equal == len(prompts)
+                    tell(f"{drafter}, {name}, {at_once} at once: {equal}/{len(prompts)} equal")
+                unique = {tuple(ids) for ids in trials(url, prompts, params, number)}
+                same_everywhere &= unique == {tuple(truth[name][0])}
+                tell(f"{drafter}, {name}: {len(unique)} unique text{'s' * (len(unique) > 1)} of {TRIALS} trials")
+    return same_everywhere
+
+
 def main() -> None:
     """Run the whole comparison on the default model."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -216,12 +261,24 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--drafter", nargs="+", default=DRAFTERS, help="NAME, NAME:steps/topk/tokens or NGRAM:breadth")
     parser.add_argument("--mode", nargs="+", choices=("compiled", "eager"), default=["compiled", "eager"])
+    parser.add_argument("--deterministic", action="store_true", help="compare texts among servers in bfloat16")
+    parser.add_argument("--int8", action="store_true", help="with --deterministic: 8-bit weights")
     args = parser.parse_args()
     from minispec.load.default_model import ensure_default_model
 
     turns = [json.loads(line)["turns"] for line in args.dataset.read_text().splitlines()]
     step = max(1, len(turns) // args.limit)  # spread over the categories
     tell = lambda line: print(line, flush=True)  # noqa: E731
+    if args.deterministic:
+        from minispec.load.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(ensure_default_model())
+        first = [turn[0] for turn in turns[::step][: args.limit]]
+        prompts = [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in first]
+        flags = ["--quantization", "int8"] if args.int8 else []
+        same = run_deterministic(prompts, args.drafter, flags, args.new_tokens, tell)
+        tell("one text each" if same else "NOT one text each")
+        sys.exit(0 if same else 1)
     tell("generating the reference with transformers")
     questions = Questions(turns[::step][: args.limit], ensure_default_model(), args.new_tokens)
     exact = run(questions, args.drafter, args.mode, tell)

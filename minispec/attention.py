@@ -14,10 +14,11 @@ layers attend under a part of the plan that hides the other rows (`Plan.within`)
 little code for windows. The deeper a drafted node, the fewer old rows it sees: just those that a token at its position
 sees in plain decoding.
 
-There are three kinds of attention:
+There are four kinds of attention:
 
   PagedFlex    uses FlexAttention (arXiv 2412.05496) over the whole pool through a block mask; compiled, on CUDA
   PagedGather  computes the same without FlexAttention, on a CPU and in eager steps (`cpu/gather.py`)
+  PagedChains  computes the same on a CPU with sums of one order, whatever the step (`cpu/rowwise.py`)
   Causal       has no cache; it serves training, and tests as the independent reference
 
 A plan is allocated once per shape and refilled in place, like the rest of a step's tensors (`buffers.py`).
@@ -99,6 +100,7 @@ class Plan:
     """
 
     first: Tensor | None = None  # None: every node sees all rows before its block
+    whole: Plan | None = None  # the plan that this is a part of
     sliding: int  # how many tokens a node of a part sees, itself included
 
     def __init__(
@@ -138,7 +140,7 @@ class Plan:
         """
         part = Plan(self.kv, self.batch, self.blocks, self.width, self.window, prompts=self.prompts)
         part.slots, part.starts, part.rows, part.ends = self.slots, self.starts, self.rows, self.ends
-        part.sliding = sliding
+        part.sliding, part.whole = sliding, self
         part.first = torch.zeros(self.visible.shape[:2], dtype=torch.int32, device=self.slots.device)
         part.narrow(self.visible)  # this plan may be filled already
         self.parts.append(part)

@@ -121,6 +121,10 @@ class Config:
         None, "Model", "seed of the seeds drawn for requests without one, and of dummy weights; default: another "
         "at each start, 0 for weights", low=0, high=2**63 - 1,
     )  # fmt: skip
+    enable_deterministic_inference: bool = _flag(
+        False, "Model", "a request's text depends on its prompt, parameters and seed alone in bfloat16 too, and the "
+        "seed of a request without one is 42; on a CPU, where the server listens when it is compiled",
+    )  # fmt: skip
 
     served_model_name: str | None = _flag(None, "Server", "name in /v1/models and in answers; default: the model path")
     strict_model_name: bool = _flag(
@@ -671,6 +675,11 @@ class Config:
         """The accept thresholds (single, acc), or None if both are 1: verification is then exact."""
         pair = (self.speculative_accept_threshold_single, self.speculative_accept_threshold_acc)
         return None if pair == (1, 1) else pair
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of a request without one, as in SGLang; None: it is drawn."""
+        return 42 if self.enable_deterministic_inference else None
 
     @property
     def served_name(self) -> str:

@@ -16,6 +16,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -142,9 +143,12 @@ class LLM:
     def request(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
         """Make a request of a prompt; without params its limit is the default, or the room in the context if less."""
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if params is not None and params.sampling_seed is None:
+            params = replace(params, sampling_seed=self.config.seed)
         if params is None:
             room = self.scheduler.sizes.context_length - len(ids)
-            params = SamplingParams(max_new_tokens=max(1, min(SamplingParams().max_new_tokens or 1, room)))
+            params = SamplingParams(max_new_tokens=max(1, min(SamplingParams().max_new_tokens or 1, room)),
+                                    sampling_seed=self.config.seed)  # fmt: skip
         return Request(uuid.uuid4().hex, ids, params)
 
 

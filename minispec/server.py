@@ -38,7 +38,7 @@ from minispec.load.flags import config_from_args
 from minispec.load.machine import own_compile_cache
 from minispec.replicas.workers import Replicas
 from minispec.replies.formats import CALLS, THOUGHTS, Formats, calls_of
-from minispec.request import Request, RequestError, Update, one_line, short
+from minispec.request import Request, RequestError, Update, choice_seed, one_line, short
 from minispec.serve import answers, fields, openapi, page, parse, prometheus
 from minispec.serve.answers import json_answer
 from minispec.serve.auth import Auth
@@ -532,7 +532,7 @@ class Server:
         shown = calls_of(tokenizer.chat.tool_template or "")
         formats = Formats(CALLS.get(config.tool_call_parser or "", shown), THOUGHTS.get(config.reasoning_parser or ""))
         return Served(config.served_name, tokenizer, fingerprint(config, facts.numbers), facts.nodes,
-                      config.stream_interval, config.enable_cache_report, formats)  # fmt: skip
+                      config.stream_interval, config.enable_cache_report, formats, config.seed)  # fmt: skip
 
     def _check_model(self, name: str | None, strict: bool = False) -> None:
         """If `strict`, or with --strict-model-name, raise RequestError 404 where a request names another model."""
@@ -579,7 +579,12 @@ def _tokenized(job: parse.Job, front: Front, served: Served) -> list[Request]:
     """Return a job's requests; errors name the client's fields."""
     limits = front.facts.limits
     with parse.in_clients_words(job.names):
-        return parse.tokenize(job, front.tokenizer, limits.context_length, limits.longest_prompt, served.formats)
+        requests = parse.tokenize(job, front.tokenizer, limits.context_length, limits.longest_prompt, served.formats)
+    for i, request in enumerate(requests):
+        if request.params.sampling_seed is None:
+            seed = choice_seed(served.seed, i % job.n)
+            request.params = dataclasses.replace(request.params, sampling_seed=seed)
+    return requests
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

@@ -193,6 +193,7 @@ def build(
     smaller: int | None = None,
     tokenizer: object = None,
     flex: bool = False,
+    kind: AttendKind = PagedGather,
 ) -> Scheduler:
     """Put a scheduler together over the tiny model, as `LLM` does over a real one; flex: with CUDA's attention."""
     config, drafter = model.config, as_drafter(drafter, model.config.vocab_size, smaller)
@@ -202,7 +203,7 @@ def build(
         rows_per_slot=config.context_length + sizes.tree_rows, zeros=model.norm.weight.new_zeros,
     )  # fmt: skip
     kv.host_looks &= host_looks
-    attend_kind: AttendKind = PagedFlex if flex or (compiled and kv.pool.is_cuda) else PagedGather
+    attend_kind: AttendKind = PagedFlex if flex or (compiled and kv.pool.is_cuda) else kind
     made = Engine(model, kv, drafter, sizes, attend_kind=attend_kind, accept=Accept(thresholds, simulated))
     tokenizer = tokenizer or Letters()
     made.asked = Asking(made, Grammars(tokenizer, config.vocab_size, eos))

@@ -196,6 +196,13 @@ def standalone(at: Path, text: Text, base: Path, names: Names) -> None:
         write(at / names.draft, draft, target(text, biases=True, layers=2), tokenizer=base)
 
 
+def plain(at: Path, text: Text, base: Path, names: Names) -> None:
+    """Qwen3, whose queries and keys are normed."""
+    norms = {f"model.layers.{i}.self_attn.{name}_norm.weight": torch.ones(SIZE) for i in range(LAYERS) for name in "qk"}
+    stated = config(text, "Qwen3ForCausalLM", model_type="qwen3", head_dim=SIZE)
+    write(at / names.target, stated, target(text) | norms, tokenizer=base)
+
+
 def dflash(at: Path, text: Text, base: Path, names: Names) -> None:
     """Qwen3 or Llama, and z-lab's DFlash: the masks, whose embedding is zero, take in the newest token by attention.
 
@@ -245,9 +252,9 @@ def make(at: Path, text: Text, base: Path, command: Command) -> None:
     asked = dict(zip(command.argv, command.argv[1:], strict=False))
     names = Names(asked.get("--model") or asked["--model-path"],
                   next((asked[flag] for flag in asked if flag.startswith("--speculative-draft")), None))  # fmt: skip
-    method = asked.get("--speculative-algorithm") or asked["--speculative-algo"]
-    makers = {"EAGLE": eagle2, "EAGLE3": eagle3, "DFLASH": dflash, "DSPARK": dspark, "STANDALONE": standalone,
-              "NGRAM": standalone}  # fmt: skip
+    method = asked.get("--speculative-algorithm") or asked.get("--speculative-algo", "NONE")
+    makers = {"NONE": plain, "EAGLE": eagle2, "EAGLE3": eagle3, "DFLASH": dflash, "DSPARK": dspark,
+              "STANDALONE": standalone, "NGRAM": standalone}  # fmt: skip
     maker = mimo if "MiMo" in names.target else fr_spec if "--speculative-token-map" in asked else makers[method]
     if MADE.get(names.target) != names:
         MADE[names.target] = names
@@ -277,6 +284,8 @@ def cases() -> list[Case]:
     for command in DOCUMENTED:
         parsed = config_from_args(command.argv, {})
         values = {f.name: getattr(parsed, f.name) for f in FLAGS if not f.name.startswith("cuda_graph")}
+        if parsed.enable_deterministic_inference:  # without a drafter, so one model is enough
+            values["model_path"] = None
         key = tuple(sorted((k, v) for k, v in values.items() if k not in IRRELEVANT))
         steps, topk, nodes = (values[name] for name in NUMBERS)
         if parsed.algorithm in ("DFLASH", "DSPARK"):

@@ -76,6 +76,7 @@ class Int8Linear(nn.Module):
         self.register_buffer("scale", scale)
         self.bias = linear.bias
         self.packed: Blocks | Reordered | None = None
+        self.alone = True  # whether one row has a loop of its own, and eager code PyTorch's kernel
 
     def pack(self, compiled: bool = True) -> None:
         """Keep the integers in a layout for several rows too, in the activations' dtype."""
@@ -84,9 +85,9 @@ class Int8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return x [..., in] times the weight, plus the bias, [..., out]."""
         compiling = torch.compiler.is_compiling()
-        if compiling and is_one(x.shape[:-1].numel()):
+        if self.alone and compiling and is_one(x.shape[:-1].numel()):
             out = sums_of_row(x, self.weight) * self.scale.float()
-        elif self.packed is not None and (compiling or isinstance(self.packed, Reordered)):
+        elif self.packed is not None and (compiling or isinstance(self.packed, Reordered) or not self.alone):
             out = self.packed(x, True) * self.scale
         else:
             out = torch.ops.minispec.int8_linear(x, self.weight, self.scale)

@@ -45,6 +45,8 @@ class PackedLinear(nn.Module):
         super().__init__()
         weight = linear.weight.detach()
         self.features, self.bias = linear.out_features, linear.bias
+        # Whether sums are rounded here and not by the product: a sum with the bias is rounded once.
+        self.wide = not self.rounds or self.bias is not None
         self.several = for_several(weight, compiled)
         self.register_buffer("kept", weight if keep else None, persistent=False)
 
@@ -56,12 +58,11 @@ class PackedLinear(nn.Module):
 
     def _product(self, x: Tensor) -> Tensor:
         """Return x [..., in] times the weight, in float32 or in the dtype of x."""
-        wide = not self.rounds or self.bias is not None  # a sum with the bias is rounded once
         if self.kept is None:
-            return self.several(x, wide)
+            return self.several(x, self.wide)
         if not torch.compiler.is_compiling():
             return F.linear(x, self.kept) if isinstance(self.several, Blocks) else self.several(x, False)
-        return sums_of_row(x, self.kept) if is_one(x.shape[:-1].numel()) else self.several(x, wide)
+        return sums_of_row(x, self.kept) if is_one(x.shape[:-1].numel()) else self.several(x, self.wide)
 
 
 class PackedHead(PackedLinear):
@@ -149,7 +150,7 @@ def pack_linears(module: nn.Module, keep: bool = False, compiled: bool = True) -
     for name, child in list(module.named_children()):
         if isinstance(child, nn.Linear):
             setattr(module, name, (PackedHead if name == "lm_head" else PackedLinear)(child, keep, compiled))
-        elif isinstance(child, Experts):
+        elif type(child) is Experts:
             setattr(module, name, PackedExperts(child) if can_reorder(child.down_proj.dtype) else child)
         else:
             pack_linears(child, keep, compiled)

@@ -16,6 +16,7 @@ Read next: `linear.py`, whose layers call the operator.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -98,10 +99,15 @@ class Blocks(nn.Module):
 )
 def _blocked_linear(x: Tensor, weight: Tensor, features: int, wide: bool) -> Tensor:
     """Return x [rows, in] times blocks of a weight, [rows, features]: float32 if `wide`, else of x's dtype."""
-    x = x.contiguous()
-    if x.shape[0] > 1:  # not len(x), which would make a graph for each number of rows
-        torch._dynamo.maybe_mark_dynamic(x, 0)
-    return _compiled(features, wide)(x, weight)
+    return of_any_rows(_compiled(features, wide), x, weight)
+
+
+def of_any_rows(compiled: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Tensor:
+    """Call a compiled function of x [rows, ...], of which one graph serves all numbers of rows."""
+    rows = x.shape[0]  # not len(x), which would make a graph for each number of rows
+    x = x.contiguous() if rows > 1 else x.expand(2, -1).contiguous()  # torch.compile has graphs of one row apart
+    torch._dynamo.maybe_mark_dynamic(x, 0)
+    return compiled(x, *others)[:rows]
 
 
 @functools.cache

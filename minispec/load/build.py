@@ -32,6 +32,7 @@ from minispec.cpu.gather import PagedGather
 from minispec.cpu.huge_pages import move_to_huge_pages, move_when_idle, sparse
 from minispec.cpu.int8 import TEXT, check_int8, pack_integers, quantize, replace_weights
 from minispec.cpu.linear import can_pack, own_heads, pack_linears, room_for_both
+from minispec.cpu.rowwise import PagedChains, RopeTable, keep_rows_apart, reason_against_attention, round_as_eager
 from minispec.cpu.spinning import spin_alone
 from minispec.cpu.template import reason_against
 from minispec.cuda.fp8 import can_capture_fp8, check_fp8, use_fp8
@@ -90,6 +91,10 @@ class Build:
                 self.model_config = tied_as_stored(self.model_config, self.folder, config.load_format)
         if self.model_config.sparse and config.quantization is not None:
             raise ValueError(_no_experts("--quantization", config.quantization))
+        # Whether the bits of a row may not depend on others. In float32 no text was seen to.
+        self.rowwise = config.enable_deterministic_inference and self.dtype != torch.float32
+        if config.enable_deterministic_inference and (why := self._reason_against_rowwise()):
+            raise ValueError(f"--enable-deterministic-inference: {why}; without the flag the model is served")
 
     def lead(self, batches: Sequence[int] = (), later: bool = False) -> None:
         """Set what follows from flags and config.json for an engine that serves, and start the other ranks.
@@ -97,6 +102,7 @@ class Build:
         batches, later: `LLM`'s options batches and compile_later.
         """
         on_cpu = self.device.type == "cpu"
+        round_as_eager(self.rowwise)
         if on_cpu:
             limit_threads(self.config.tp_size // self.config.nnodes)
             spin_alone()
@@ -123,7 +129,22 @@ class Build:
         self.limits |= {"batches": batches} if batches else {}
         self.compiled = _can_compile(config, self.device)
         # With other ranks compiling cannot come later: every rank would need processes that compile beside it.
-        self.later = later and self.compiled and on_cpu and not config.wait_until_compiled and self.ranks is None
+        # The bits of eager and compiled steps are the same with `rowwise`, but eager ones have compiled products.
+        self.later = (later and self.compiled and on_cpu and not config.wait_until_compiled and self.ranks is None
+                      and not self.rowwise)  # fmt: skip
+
+    def _reason_against_rowwise(self) -> str | None:
+        """Return why a text cannot depend on its own request alone here; None: it can."""
+        if self.device.type == "cuda":
+            return "on CUDA no kernel is fixed to one order of its sums yet; --device cpu has it"
+        if self.config.tp_size > 1:
+            return f"it was not seen to hold with --tp-size {self.config.tp_size}; --dp-size has it"
+        if self.config.thresholds is not None:
+            return "with --speculative-accept-threshold-single or -acc below 1 sampled texts depend on drafts"
+        if not self.rowwise:
+            return None
+        c = self.model_config
+        return reason_against(self.dtype) or reason_against_attention(c.heads, c.kv_heads, c.head_dim)
 
     def join(self, ranks: Ranks) -> None:
         """Make this process one of these ranks, with its part of the model."""
@@ -142,6 +163,8 @@ class Build:
         keep = self.device.type == "cpu" and room_for_both(_linear_bytes(network), host_memory()[1])
         if self.config.quantization == "int8":  # after a head has taken what it needs of the target's weights
             self.quantize(network)
+        if self.rowwise:  # before other networks are packed, as what is packed is left alone
+            keep_rows_apart(network)
         if self.config.draft_quantization == "fp8" and drafter.network is not None:
             if any(block.sparse for block in _blocks(drafter.network)):
                 raise ValueError(_no_experts("--speculative-draft-model-quantization", "fp8"))
@@ -149,10 +172,10 @@ class Build:
         if self.device.type == "cpu" and self.compiled and keep and (why := reason_against(self.dtype)):
             self.tell(f"products of several rows are oneDNN's, not those of Inductor's template: {why}")
         if self.device.type == "cpu" and can_pack(self.dtype):
-            for model in (network, drafter.network, beside):
+            for model in (drafter.network, beside, None if self.rowwise else network):
                 if model is not None:
                     pack_linears(model, keep, self.compiled and keep)
-            if keep:
+            if keep and not self.rowwise:
                 pack_integers(network, self.compiled)
         return parts
 
@@ -211,6 +234,9 @@ class Build:
         kv = make_kv(self.config, network, sizes, pages)
         accept = Accept(self.config.thresholds, self.config.simulate_acc_len)
         attend_kind: AttendKind = PagedFlex if self.compiled and kv.pool.is_cuda else PagedGather
+        if self.rowwise:  # drafts change no token, so a drafter attends as ever
+            network.rope = RopeTable(network, sizes.context_length)  # type: ignore[method-assign]
+            attend_kind = lambda of, *args: (PagedChains if of is kv else PagedGather)(of, *args)  # noqa: E731
         engine = Engine(network, kv, drafter, sizes, attend_kind=attend_kind, accept=accept)
         engine.beside = beside
         if self.compiled:

@@ -184,7 +184,7 @@ def flags_page() -> str:
         "flag that nobody knows. Underscores may stand for dashes.\n\n"
         f"The page follows SGLang's documentation on speculative decoding as read in {READ}, five older versions of "
         f"it, and the server arguments of {ARGUMENTS}. All launch commands of that documentation start "
-        "(`python -m benchmarks.launch_commands`), but for those that need DeepSeek-V4 or deterministic inference.",
+        "(`python -m benchmarks.launch_commands`), but for those that need DeepSeek-V4.",
         "## Flags that act", markdown_table(("flag", "default", "what it does"), acting),
         "## Values taken as another one, with a line at start",
         markdown_table(("given", "taken as", "why"), instead),

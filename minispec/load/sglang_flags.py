@@ -176,8 +176,6 @@ REFUSED = {  # why -> flags
         --lora-drain-wait-threshold --uno-lora-path""",
     "clients are told apart by keys, not by certificates, and the file of the server's own key has no password":
         "--ssl-ca-certs --ssl-keyfile-password --enable-ssl-refresh",
-    "in bfloat16 two batch shapes may round differently, so determinism is not promised beyond float32":
-        "--enable-deterministic-inference",
     "one kind of attention drafts and verifies, in either mode":
         "--speculative-attention-mode=prefill --speculative-attention-mode=decode",
     "a prompt longer than the context is answered with 400, never cut": "--allow-auto-truncate",

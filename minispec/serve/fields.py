@@ -381,7 +381,8 @@ class OpenAI(Constrained, Guided, Prompted, Sampling):
     n: Choices | None = does("choices for each prompt, at most 16; the prompt is computed once")
     max_tokens: Integer = does("tokens to generate at most")
     min_tokens: Integer = does("tokens before which nothing ends the text")
-    seed: Integer = does("the same seed, prompt and parameters give the same text in float32")
+    seed: Integer = does("the same seed, prompt and parameters give the same text in float32, or with "
+                         "--enable-deterministic-inference")
     sampling_seed: Integer = does("as seed")
     include_stop_str_in_output: Flag = does("as no_stop_trim")
     stream_options: StreamOptions | None = does("what events carry besides text")
@@ -529,7 +530,8 @@ class Responses(Constrained, Prompted, Sampling):
     max_output_tokens: Integer = does("tokens to generate at most, reasoning included; without it the context is the "
                                       "limit")  # fmt: skip
     min_tokens: Integer = does("tokens before which nothing ends the text")
-    seed: Integer = does("the same seed, prompt and parameters give the same text in float32")
+    seed: Integer = does("the same seed, prompt and parameters give the same text in float32, or with "
+                         "--enable-deterministic-inference")
     tools: OfTools[ItemTool] | None = does("functions, namespaces of them and tools of a free text that may be called, "
                                            "shown to the model by the chat template; all others are left out")
     tool_choice: ItemChoice | None = does(CHOICE)
@@ -584,7 +586,8 @@ class CountTokens(Constrained, Prompted, Sampling):
         "the effort, handed to the chat template as reasoning_effort, and the form of the answer")
     output_format: SchemaFormat | None = does("the form of the answer")
     chat_template_kwargs: dict[str, Any] | None = does(VARIABLES)
-    seed: Integer = does("the same seed, prompt and parameters give the same text in float32")
+    seed: Integer = does("the same seed, prompt and parameters give the same text in float32, or with "
+                         "--enable-deterministic-inference")
 
 
 class Messages(CountTokens):
@@ -629,7 +632,8 @@ class NativeParams(Closed, Constrained, Sampling, create_model(  # type: ignore[
     n: Choices | None = does("choices for each prompt, at most 16, each an item of the answer's list")
     max_new_tokens: Integer = does("tokens to generate at most; 128 if not given")
     min_new_tokens: Integer = does("tokens before which nothing ends the text")
-    sampling_seed: Integer = does("the same seed, prompt and parameters give the same text in float32")
+    sampling_seed: Integer = does("the same seed, prompt and parameters give the same text in float32, or with "
+                         "--enable-deterministic-inference")
     stream_interval: Interval | None = does("tokens between two events, in place of the server's")
 
 

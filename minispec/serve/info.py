@@ -74,7 +74,7 @@ QUESTIONS: dict[str, Callable[..., Any]] = {
 def fingerprint(config: Config, numbers: str) -> str:
     """Return a digest of what decides which tokens a seed gives: versions, model, `Facts.numbers`, and no drafter."""
     names = """model_path revision tokenizer_path load_format quantization chat_template random_seed context_length
-        sampling_defaults tp_size""".split()
+        sampling_defaults tp_size enable_deterministic_inference""".split()
     parts = [version(), importlib.metadata.version("torch"), config.thresholds, numbers,
              *(getattr(config, name) for name in names)]  # fmt: skip
     return "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:10]

@@ -47,6 +47,7 @@ class Served:
     stream_interval: int = 1  # tokens between two events, where the request does not say
     cache_report: bool = False
     formats: Formats = PLAIN_FORMATS
+    seed: int | None = None  # of a request without one; None: it is drawn
 
 
 class Reply:

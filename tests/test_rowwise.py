@@ -1,0 +1,208 @@
+"""A text and its numbers are one in bfloat16, whatever drafts and whatever runs beside it, and each cause is seen.
+
+The tiny model's log-probabilities are compared to the last bit, since a text of its few tokens seldom changes: where a
+row depends on another, they do. Each cause that `rowwise.py` removes is put back, and numbers must then differ.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from exactness import CONTEXT, Oracle, any_ids, build, request, run, tiny_config, tiny_model, truth_of
+from torch import Tensor
+
+from minispec.attention import AttendKind
+from minispec.config import Config
+from minispec.cpu import rowwise
+from minispec.cpu.gather import PagedGather
+from minispec.cpu.int8 import replace_weights
+from minispec.cpu.rowwise import PagedChains, RopeTable, RowNorm, keep_rows_apart, round_as_eager
+from minispec.cpu.template import Blocks, reason_against, unblocked
+from minispec.drafter import Plain
+from minispec.kv import PagedKV
+from minispec.load.build import Build
+from minispec.load.tokenizer import byte_tokenizer
+from minispec.model import Model, RMSNorm, Rope
+from minispec.request import Logprobs, Request, choice_seed
+from minispec.scheduler import Scheduler
+from minispec.serve.parse import parse_generate
+from minispec.serve.reply import Served
+from minispec.server import _tokenized
+
+BF16 = torch.bfloat16
+pytestmark = pytest.mark.skipif(reason_against(BF16) is not None, reason=f"no template: {reason_against(BF16)}")
+SIZES: dict[str, Any] = {"hidden_size": 64, "heads": 8, "kv_heads": 4}  # multiples of 32 inputs
+KINDS: dict[str, dict[str, Any]] = {
+    "dense": {}, "windowed": {"sliding_window": 20, "sliding": (0, 2)}, "biases": {"qkv_bias": True},
+    "sparse": {"sparse": (0, 2), "experts": 4, "experts_per_token": 2, "expert_size": 32},
+}  # fmt: skip
+Numbers = list[tuple[list[int], list[float]]]
+
+
+def model_of(kind: str, int8: bool = False) -> Model:
+    """Return a tiny model in bfloat16 whose rows are kept apart."""
+    with torch.inference_mode():
+        model = tiny_model(**SIZES, **KINDS[kind]).to(BF16).requires_grad_(False)
+        if int8:
+            replace_weights(model)
+        keep_rows_apart(model)
+        model.rope = RopeTable(model, CONTEXT)  # type: ignore[method-assign]
+    return model
+
+
+@pytest.fixture(scope="module")
+def dense() -> Model:
+    return model_of("dense")
+
+
+def kind_for(of: PagedKV, *args: Any) -> Any:
+    """Return the attention of a target, as `Build.engine_of` chooses it."""
+    return PagedChains(of, *args)
+
+
+def served(model: Model, running: int, nodes: int = 1, kind: AttendKind = kind_for, **options: Any) -> Scheduler:
+    """Return a scheduler; nodes: those of trees in which the true continuation hides."""
+    drafter = Oracle(truth_of(model), nodes=nodes, seed=running) if nodes > 1 else Plain()
+    return build(model, drafter, running=running, kind=kind, **{"radix": False, **options})
+
+
+def asked(count: int, new: int = 64, **params: Any) -> list[Request]:
+    """Return requests of very different lengths that ask for log-probabilities of prompt and output."""
+    rng = random.Random(3)
+    lengths = [5, 150, 33, 1, 90, 64, 12, 170, 40, 2, 100, 70][:count]
+    return [request(f"r{i}", any_ids(length, rng), max_new_tokens=new, logprobs=Logprobs(top=2), sampling_seed=i,
+                    **params) for i, length in enumerate(lengths)]  # fmt: skip
+
+
+def numbers(scheduler: Scheduler, requests: Sequence[Request], at_once: int) -> Numbers:
+    """Serve requests, so many at once; returns the ids and the log-probabilities of each."""
+    for first in range(0, len(requests), at_once):
+        run(scheduler, requests[first : first + at_once])
+    return [(r.output_ids, [x for s in r.output_scores for x in (s.logprob, *(p for _, p in s.top))]) for r in requests]
+
+
+def alone(model: Model, count: int, **params: Any) -> Numbers:
+    """Return what each request gets alone, without drafts."""
+    return numbers(served(model, 1), asked(count, **params), 1)
+
+
+def test_a_text_and_its_numbers_are_one_in_any_batch_with_any_drafts(dense: Model) -> None:
+    truth = alone(dense, 12)
+    assert len({tuple(ids) for ids, _ in truth}) == 12
+    for running, nodes in ((1, 8), (2, 2), (5, 8), (12, 1), (12, 8)):
+        count = min(running + 1, 12)
+        assert numbers(served(dense, running, nodes), asked(count), running) == truth[:count], (running, nodes)
+
+
+def test_chunks_cached_prefixes_and_retraction_change_no_number(dense: Model) -> None:
+    truth = alone(dense, 8, new=24)
+    assert numbers(served(dense, 8, 8, chunk=32), asked(8, new=24), 8) == truth, "chunks of 32 tokens"
+    scheduler = served(dense, 4, 8, radix=True)
+    assert numbers(scheduler, asked(8, new=24), 4) == truth
+    again = asked(8, new=24)
+    assert numbers(scheduler, again, 4) == truth and any(r.cached_tokens for r in again), "from the prefix cache"
+    tight, crowded = served(dense, 8, 8, pages=34), asked(8, new=24)
+    assert numbers(tight, crowded, 8) == truth and any(r.retractions for r in crowded), "retracted"
+
+
+def test_samples_with_penalties_and_filters_are_one(dense: Model) -> None:
+    wishes = {"temperature": 1.0, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1, "presence_penalty": 0.2}
+    truth = alone(dense, 6, new=24, **wishes)
+    assert numbers(served(dense, 6, 8), asked(6, new=24, **wishes), 6) == truth
+
+
+@pytest.mark.parametrize("kind", ["windowed", "biases", "sparse", "int8"])
+def test_other_models_and_weights_keep_their_rows_apart(kind: str) -> None:
+    model = model_of("dense" if kind == "int8" else kind, kind == "int8")
+    assert numbers(served(model, 5, 8), asked(5, new=24), 5) == alone(model, 5, new=24)
+
+
+def test_a_block_has_the_same_bits_compiled_and_eager_for_one_row_and_for_many(dense: Model) -> None:
+    block, rope = dense.layers[1], dense.rope(torch.arange(7)[None])
+    from torch._inductor import config  # after the first import of Inductor, which has its own order
+
+    torch._dynamo.reset()
+    with torch.inference_mode(), config.patch(emulate_precision_casts=False):  # which is put back
+        round_as_eager(True)
+        step = lambda x, rope: block(x, rope, lambda q, k, v: q + k.repeat(1, 2, 1, 1) * v.repeat(1, 2, 1, 1))  # noqa: E731
+        compiled, x = torch.compile(step, fullgraph=True, dynamic=False), (3 * torch.randn(1, 7, 64)).to(BF16)
+        many, eager = compiled(x, rope), step(x, rope)
+        first = Rope(*(part[:, :, :1] for part in rope))
+        one = compiled(x[:, :1], first)
+    torch._dynamo.reset()
+    assert torch.equal(many, eager) and torch.equal(many[:, :1], one)
+
+
+def test_without_a_seed_a_request_has_42_and_answers_of_n_differ() -> None:
+    assert Config().seed is None and Config(enable_deterministic_inference=True).seed == 42
+    job = parse_generate({"input_ids": [[1, 2], [3]], "sampling_params": {"n": 2, "max_new_tokens": 1}})
+    front: Any = SimpleNamespace(tokenizer=byte_tokenizer(256), facts=SimpleNamespace(
+        limits=SimpleNamespace(context_length=64, longest_prompt=60)))  # fmt: skip
+    for seed, expected in ((42, [42, choice_seed(42, 1)] * 2), (None, [None] * 4)):
+        requests = _tokenized(job, front, Served("m", front.tokenizer, seed=seed))
+        assert [r.params.sampling_seed for r in requests] == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "said"),
+    [
+        ("cuda", {}, "on CUDA no kernel is fixed"),
+        ("cpu", {"tp_size": 2}, "it was not seen to hold with --tp-size 2"),
+        ("cpu", {"speculative_accept_threshold_acc": 0.5}, "sampled texts depend on drafts"),
+        ("cpu", {"dtype": "float16"}, "float16 has none"),
+    ],
+)
+def test_what_keeps_rows_together_is_refused(device: str, options: dict[str, Any], said: str) -> None:
+    build = object.__new__(Build)
+    build.config, build.device = Config(enable_deterministic_inference=True, **options), torch.device(device)
+    build.rowwise, build.dtype, build.model_config = True, torch.float16, tiny_config()
+    assert said in (build._reason_against_rowwise() or "")
+
+
+# ---- each cause, put back ------------------------------------------------------------------------------------------
+
+
+def one_row_by_another_product(patch: pytest.MonkeyPatch) -> None:
+    by_template = Blocks.forward
+
+    def forward(self: Blocks, x: Tensor, wide: bool = False) -> Tensor:
+        if x.shape[:-1].numel() > 1:
+            return by_template(self, x, wide)
+        return F.linear(x.float(), unblocked(self.weight, self.features).float())
+
+    patch.setattr(Blocks, "forward", forward)
+
+
+def a_product_of_few_rows(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(rowwise, "LEAST_ROWS", 1)
+
+
+def halves_of_a_sum_that_move_with_its_length(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(rowwise, "PIECE", 1 << 20)
+
+
+def an_eager_norm_in_one_step(patch: pytest.MonkeyPatch) -> None:
+    apart = RowNorm.forward
+    patch.setattr(RowNorm, "forward", lambda self, x: (apart if x.shape[:2].numel() > 1 else RMSNorm.forward)(self, x))
+
+
+def siblings_between_the_keys(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("test_rowwise.PagedChains", PagedGather)
+
+
+CAUSES = (one_row_by_another_product, a_product_of_few_rows, halves_of_a_sum_that_move_with_its_length,
+          an_eager_norm_in_one_step, siblings_between_the_keys)  # fmt: skip
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_a_cause_that_is_put_back_is_seen(
+    cause: Callable[[pytest.MonkeyPatch], None], dense: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cause(monkeypatch)
+    assert numbers(served(dense, 2, 8), asked(2), 2) != alone(dense, 2)

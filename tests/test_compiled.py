@@ -237,6 +237,17 @@ def test_a_file_that_is_damaged_or_could_be_anybody_s_never_runs(
     assert "made anew" in caplog.text or "can be written by others" in caplog.text
 
 
+def test_a_pytorch_that_compiles_nothing_ahead_compiles_as_it_did(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(files_module.CACHE, str(tmp_path))
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, **how: partial(compiler(*args, **{**how, "options": None})))
+    called(Scaled(6.0), torch.ones(3), 7, frozenset({"a"}), compiles=True)
+    forget_graphs()
+    assert not list((tmp_path / "minispec").glob("*.0"))
+
+
 def test_a_full_disk_costs_the_file_alone(cache: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     def full(*args: Any, **options: Any) -> None:
         """Have no room."""

@@ -47,9 +47,9 @@ logger = logging.getLogger("minispec")
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"  # the variable that names Inductor's cache
 FORMAT = 1  # to be raised when what a file holds changes
-LONGEST = 64  # bytes of the number at the head of a file
+HEAD = 64  # bytes at the front of a file, which say how many bytes of facts follow
 
-BACKEND: Any = "inductor"
+BACKEND: Any = "inductor"  # of torch.compile
 
 Facts = Mapping[str, Any]  # expressions over a function's arguments, and what `described` says of each value
 # Guards that say nothing about the graph's inputs: no module of ours has hooks, and a type is described with its value.
@@ -138,7 +138,11 @@ def _code(expression: str) -> types.CodeType:
 
 
 def compile_function(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Loaded, Any]:
-    """Compile a function for these arguments, without running it; return it, and PyTorch's object for it."""
+    """Compile a function for these arguments, without running it; return it, and PyTorch's object for it.
+
+    A PyTorch without `aot_compile` gives None for the latter, so there is nothing to save. What its torch.compile
+    returns has guards of its own and serves all arguments.
+    """
     values: dict[str, Any] = {}
 
     def note(guards: Sequence[Any]) -> list[bool]:
@@ -148,8 +152,10 @@ def compile_function(function: Callable[..., Any], args: Sequence[Any]) -> tuple
                 values[guard.name] = guard.value
         return [False] * len(guards)
 
-    compiler: Any = torch.compile(function, backend=BACKEND, fullgraph=True, dynamic=False,
-                                  options={"guard_filter_fn": note})  # fmt: skip
+    how: dict[str, Any] = {"backend": BACKEND, "fullgraph": True, "dynamic": False}
+    compiler: Any = torch.compile(function, **how, options={"guard_filter_fn": note})
+    if not hasattr(compiler, "aot_compile"):
+        return Loaded(function, {}, {}, torch.compile(function, **how)), None
     made = compiler.aot_compile((tuple(args), {}))
     values = dict(sorted(values.items()))
     return Loaded(function, {name: described(value) for name, value in values.items()}, _same(values), made.fn), made
@@ -161,7 +167,7 @@ def _content(loaded: Loaded, made: Any) -> bytes:
     code = type(made).serialize(made).serialized_data
     head = {"facts": loaded.facts, "same": loaded.same, "sources": sources, "code": hashlib.sha256(code).hexdigest()}
     text = json.dumps(head).encode()
-    return str(len(text)).encode().ljust(LONGEST) + text + code
+    return str(len(text)).encode().ljust(HEAD) + text + code
 
 
 @functools.cache
@@ -199,6 +205,8 @@ def find(function: Callable[..., Any], args: Sequence[Any], name: str, compiles:
         if (found := _first(path, function, args)) is not None:
             return found
         loaded, made = compile_function(function, args)
+        if made is None:
+            return loaded
         try:
             content = _content(loaded, made)
             with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
@@ -263,7 +271,7 @@ def _read(place: Path, function: Callable[..., Any], args: Sequence[Any]) -> Loa
     with file:
         if not _ours(os.fstat(file.fileno())):
             raise PermissionError("it can be written by others")
-        head = json.loads(file.read(int(file.read(LONGEST))))
+        head = json.loads(file.read(int(file.read(HEAD))))
         loaded = Loaded(function, head["facts"], head["same"], function)
         stale = any(_checksum(module) != checksum for module, checksum in head["sources"].items())
         if stale or not loaded.fits(args):

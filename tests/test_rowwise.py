@@ -202,7 +202,7 @@ def test_a_cause_that_is_put_back_is_seen(
     assert numbers(served(dense, 2, 8), asked(2), 2) != alone(dense, 2)
 
 
-def test_few_rows_and_halves_of_a_sum_that_move_with_its_length_are_seen_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_and_halves_that_move_are_seen_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     look = rowwise.reason_against_attention.__wrapped__
     assert look(9, 3, 64) is None
     with monkeypatch.context() as few:

@@ -362,7 +362,7 @@ def reason_against_attention(heads: int, kv_heads: int, dim: int) -> str | None:
     draw = lambda *size: torch.randn(size, generator=generator)  # noqa: E731
     longest, group = 12 * PIECE, heads // kv_heads
     keys, values, q = draw(kv_heads, longest, dim), draw(kv_heads, longest, dim), draw(kv_heads, 128 * group, dim)
-    for rows in (1, STEP, PIECE, 2 * PIECE, 640, 1088):
+    for rows in (1, STEP, PIECE, PIECE + 8, 2 * PIECE, 640, 1088):
         reach = reach_of(rows)
         mask = torch.zeros(longest).masked_fill_(torch.arange(longest) >= rows, -torch.inf)
         weights = torch.softmax(torch.bmm(q, keys.mT) + mask, -1)

@@ -314,7 +314,7 @@ def test_a_tiny_copy_of_a_published_model_gives_transformers_tokens(name: str, t
 # ---- draft heads ----------------------------------------------------------------------------------------------------
 
 # (keys of config.json, layers of the target, what is read of it)
-SPECFORGE: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
+EAGLE3: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     # https://huggingface.co/zjxia/step-3.5-flash-eagle3-SpecForge-draft/blob/main/config.json
     "zjxia/step-3.5-flash-eagle3-SpecForge-draft": (
         {"architectures": ["LlamaForCausalLMEagle3"], **sizes(128896, 4096, 11264, 1, 64, 8), "attention_bias": False,
@@ -333,12 +333,19 @@ SPECFORGE: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
          "use_sliding_window": False},
         48, {"taps": (2, 24, 45), "norm_output": True, "theta": 1e6, "eps": 1e-6},
     ),
+    # https://github.com/NickL77/BaldEagle/issues/6: a Llama's architecture, and the target's 40 layers beside the one
+    # that is there. Of the same exporter's EAGLE heads test_heads.py has two forms, with and without biases on q, k, v.
+    "yuhuili/EAGLE3-Vicuna1.3-13B": (
+        {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 40, "hidden_act": "silu",
+         "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "tie_word_embeddings": False},
+        40, {"taps": (2, 20, 37)},
+    ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SPECFORGE)
+@pytest.mark.parametrize("name", EAGLE3)
 def test_a_tiny_copy_of_a_published_head_drafts_as_the_formulas_say(name: str, tmp_path: Path) -> None:
-    keys, layers, read = SPECFORGE[name]
+    keys, layers, read = EAGLE3[name]
     config = {**keys, "vocab_size": heads.V, "hidden_size": heads.H, "intermediate_size": heads.INNER, "head_dim": 8,
               "num_attention_heads": 4, "num_key_value_heads": 2, "draft_vocab_size": heads.D}  # fmt: skip
     tensors, target = heads.eagle3_tensors(20), heads.make_target(layers=layers)

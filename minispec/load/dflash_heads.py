@@ -68,13 +68,12 @@ def read_dflash(folder: Path, target: ModelConfig, load_format: str = "auto") ->
     """
     whole = read_config(folder)
     architectures = named_architectures(whole)
-    known = (heads.DFLASH_MODEL, heads.DFLASH_SPECULATOR)
     # Files of speculators have z-lab's architecture as well: the class whose weights were saved.
-    speculator = "speculators_model_type" in whole or known[1] in architectures
-    if len(architectures) != 1 or architectures[0] not in known:
+    speculator = "speculators_model_type" in whole or heads.DFLASH_MODELS[1] in architectures
+    if len(architectures) != 1 or architectures[0] not in heads.DFLASH_MODELS:
         instead = "; give --speculative-algorithm DSPARK" if set(architectures) & set(heads.DSPARK_MODELS) else ""
-        raise ModelError(f"architectures {architectures} are not supported; supported: "
-                         f"{', '.join(known)}{instead}")  # fmt: skip
+        supported = f"{', '.join(heads.DFLASH_MODELS)}{instead}"
+        raise ModelError(f"architectures {architectures} are not supported; supported: {supported}")
     found = read_block(folder, whole, dict(read_weights(folder, load_format)), target)
     # An LM head in z-lab's format is refused, since a token map's rows would take its place.
     if not speculator and (own := {"embed_tokens.weight", "lm_head.weight"} & found.tensors.keys()):

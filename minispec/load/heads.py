@@ -60,7 +60,7 @@ ARCHITECTURES = {  # what config.json may call a head of each kind; the first EA
     MtpHead.name: ("MiMoForCausalLM", "MiMoMTP", "MiMoMTPModel"),
 }
 # What config.json calls a network that `dflash_heads.py` reads, z-lab's and speculators'.
-DFLASH_MODEL, DFLASH_SPECULATOR = "DFlashDraftModel", "DFlashSpeculator"
+DFLASH_MODELS = ("DFlashDraftModel", "DFlashSpeculator")  # z-lab's and speculators'
 DSPARK_MODELS = ("Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator")  # those that `dspark_heads.py` reads
 # How the names of a layer's tensors begin; first the spelling that SGLang reads.
 LAYER_NAMES = {EagleHead.name: ("layers.0.",), Eagle3Head.name: ("midlayer.", "layers.0."),
@@ -195,7 +195,7 @@ def read_head(folder: Path, target: ModelConfig, load_format: str = "auto") -> P
 def _kind(stated: Stated, tensors: Tensors) -> str:
     """Return the kind of head a folder holds: the tensors decide, and `architectures` must not contradict them."""
     architectures = named_architectures(stated)
-    for algorithm, names in (("DFLASH", (DFLASH_MODEL, DFLASH_SPECULATOR)), ("DSPARK", DSPARK_MODELS)):
+    for algorithm, names in (("DFLASH", DFLASH_MODELS), ("DSPARK", DSPARK_MODELS)):
         if set(names).intersection(architectures):
             raise ModelError(f"{architectures[0]} is no head of one layer; give --speculative-algorithm {algorithm}")
     if (speculators := stated.get("speculators_model_type", Eagle3Head.name)) != Eagle3Head.name:

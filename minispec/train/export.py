@@ -27,7 +27,7 @@ from minispec.load.dflash_heads import read_dflash
 from minispec.load.dspark_heads import read_dspark
 from minispec.load.heads import (
     BEFORE,
-    DFLASH_MODEL,
+    DFLASH_MODELS,
     DSPARK_MODELS,
     KINDS,
     PAIRS,
@@ -201,7 +201,7 @@ def export(head: DraftHead, model: Model, folder: Path) -> None:
         del tensors["lm_head.weight"]  # it is the target's
         if isinstance(head, DFlashHead):
             config |= {  # z-lab's keys, in which DFlash differs from a Llama of one layer
-                "architectures": [DFLASH_MODEL],
+                "architectures": DFLASH_MODELS[:1],
                 "model_type": "qwen3",
                 "num_hidden_layers": len(head.layers),
                 "num_target_layers": c.layers,

@@ -57,7 +57,8 @@ def free_port() -> int:
 
 NO_MODEL = "the default model cannot be had"
 # Packages that a machine may lack and still run the tests of the core, those marked `cuda` among them.
-OPTIONAL = ("gguf", "hypothesis", "llguidance", "openai", "prometheus_client", "pydantic", "ray", "xdist")
+OPTIONAL = ("gguf", "hypothesis", "llguidance", "openai", "prometheus_client", "pydantic", "pydantic_core",
+            "ray", "xdist")  # fmt: skip
 TALLY = "tally"  # the property in which a test reports what became of a drafter's trees
 LONGEST = ("test_graphs.py", "test_served.py", "test_windows.py", "test_experts.py", "test_engine.py",
            "test_reliability.py", "test_served_methods.py", "test_cuda_path.py", "test_exactness.py", "test_overlap.py",

@@ -251,7 +251,7 @@ def make(at: Path, text: Text, base: Path, command: Command) -> None:
     """Write the checkpoints that a command names, and the file of its --speculative-adaptive-config."""
     asked = dict(zip(command.argv, command.argv[1:], strict=False))
     names = Names(asked.get("--model") or asked["--model-path"],
-                  next((asked[flag] for flag in asked if flag.startswith("--speculative-draft")), None))  # fmt: skip
+                  asked.get("--speculative-draft-model-path") or asked.get("--speculative-draft"))  # fmt: skip
     method = asked.get("--speculative-algorithm") or asked.get("--speculative-algo", "NONE")
     makers = {"NONE": plain, "EAGLE": eagle2, "EAGLE3": eagle3, "DFLASH": dflash, "DSPARK": dspark,
               "STANDALONE": standalone, "NGRAM": standalone}  # fmt: skip
@@ -292,7 +292,9 @@ def cases() -> list[Case]:
             steps, topk, nodes = 1, 1, nodes or (16 if parsed.algorithm == "DFLASH" else 8)
         elif steps is not None:
             nodes = min(nodes, candidate_count(steps, topk) + 1)
-        least = 1.0 if parsed.adaptive else accepted(parsed.algorithm, steps)
+        if parsed.algorithm == "NONE":
+            nodes = 1
+        least = 1.0 if parsed.adaptive or nodes == 1 else accepted(parsed.algorithm, steps)
         found.setdefault(key, Case(command, (steps, topk, nodes), least))
     return list(found.values())
 
@@ -385,7 +387,7 @@ def test_a_documented_command_serves_the_documented_call(
     case: Case, text: Text, demo_folder: Path, folder: Path, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture
 ) -> None:  # fmt: skip
-    assert len(CASES) == 21
+    assert len(CASES) == 22
     make(folder, text, demo_folder, case.command)
     alone = case == CASES[0]  # in a process of its own, which takes seconds to begin
     launched = Launched(case.command, folder) if alone else InThread(case.command, folder, monkeypatch, caplog)
@@ -461,17 +463,17 @@ python3 -m sglang.launch_server --model meta-llama/Llama-2-7b-chat-hf  --specula
 wait_for_server(f"http://localhost:{port}", process=server_process)
 """
 CELLS = {  # with the number of their command among the documented ones
-    "February 2025": (NAMED, 32),
+    "February 2025": (NAMED, 37),
     "March 2025": (FREE % """5 \\
     --speculative-eagle-topk 8 --speculative-num-draft-tokens 64 --mem-fraction 0.6 \\
-    --enable-torch-compile --cuda-graph-max-bs 2""", 31),
+    --enable-torch-compile --cuda-graph-max-bs 2""", 36),
     "June 2025": (FREE % """3 \\
-    --speculative-eagle-topk 4 --speculative-num-draft-tokens 16 --cuda-graph-max-bs 8""", 26),
+    --speculative-eagle-topk 4 --speculative-num-draft-tokens 16 --cuda-graph-max-bs 8""", 31),
     "December 2025": (FREE % """3 \\
-    --speculative-eagle-topk 4 --speculative-num-draft-tokens 16 --cuda-graph-max-bs 8 --log-level warning""", 21),
+    --speculative-eagle-topk 4 --speculative-num-draft-tokens 16 --cuda-graph-max-bs 8 --log-level warning""", 26),
     "March 2026": (FREE % """3 \\
     --speculative-eagle-topk 4 --speculative-num-draft-tokens 16 --mem-fraction-static 0.7 \\
-    --cuda-graph-max-bs 8 --log-level warning""", 12),
+    --cuda-graph-max-bs 8 --log-level warning""", 17),
 }
 CALL = """
 import openai

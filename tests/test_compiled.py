@@ -255,7 +255,7 @@ def test_a_full_disk_costs_the_file_alone(cache: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(files_module.tempfile, "NamedTemporaryFile", full)
     called(Scaled(5.0), torch.ones(3), 7, frozenset({"a"}), compiles=True)
-    assert "is not kept: [Errno 28] No space left on device" in caplog.text
+    assert "is not kept: OSError: [Errno 28] No space left on device" in caplog.text
 
 
 def test_another_machine_takes_what_fits_from_a_folder(cache: Path, tmp_path: Path, monkeypatch, caplog) -> None:

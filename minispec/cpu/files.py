@@ -213,7 +213,8 @@ def find(function: Callable[..., Any], args: Sequence[Any], name: str, compiles:
                 file.write(content)
             os.replace(file.name, next(place for place in _numbered(path) if not place.exists()))
         except Exception as error:  # a full disk, say, or a function that holds what cannot be pickled
-            logger.warning("compiled code of %s is not kept: %s", function.__qualname__, str(error).splitlines()[0])
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            logger.warning("compiled code of %s is not kept: %s", function.__qualname__, why)
         return loaded
 
 

@@ -100,6 +100,7 @@ class DSparkDrafter(DFlashDrafter):
         base = network.logits(states)
 
         def children(row: int, last: Tensor) -> tuple[Tensor, Tensor]:
+            """Return scores and ids of the likeliest tokens of a row after each of the tokens before it."""
             before = network.before(last)
             logits = base[:, row, None] + network.following(before)
             if self.coupled:

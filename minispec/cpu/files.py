@@ -67,9 +67,7 @@ def described(value: Any) -> Any:
     if isinstance(value, Tensor):
         marked = getattr(value, "_dynamo_weak_dynamic_indices", ())
         sizes = [None if at in marked and size != 1 else size for at, size in enumerate(value.shape)]
-        steps = [step for step, size in zip(value.stride(), value.shape, strict=True) if size != 1]
-        kind = f"{type(value).__name__} {value.dtype} {value.device} {value.requires_grad}"
-        return [kind, sizes, value.is_contiguous() if None in sizes else steps]
+        return [_kind(value), sizes, _layout(value, sizes)]
     if isinstance(value, (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType)):
         return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, (set, frozenset)):
@@ -84,14 +82,22 @@ def _holds(fact: Any, value: Any) -> bool:
     """Return whether what a file says of a value is true of this one."""
     if not isinstance(fact, list) or not isinstance(value, Tensor):
         return bool(fact == described(value))
-    kind, sizes, steps = fact
-    now = [size if wanted is not None or size == 1 else None for wanted, size in zip(sizes, value.shape, strict=False)]
-    strided = [step for step, size in zip(value.stride(), value.shape, strict=True) if size != 1]
-    return (
-        kind == f"{type(value).__name__} {value.dtype} {value.device} {value.requires_grad}"
-        and len(sizes) == value.dim() and now == sizes
-        and steps == (value.is_contiguous() if None in sizes else strided)
-    )  # fmt: skip
+    kind, sizes, layout = fact
+    if kind != _kind(value) or len(sizes) != value.dim():
+        return False
+    now = [size if wanted is not None or size == 1 else None for wanted, size in zip(sizes, value.shape, strict=True)]
+    return bool(now == sizes and layout == _layout(value, sizes))
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{type(tensor).__name__} {tensor.dtype} {tensor.device} {tensor.requires_grad}"
+
+
+def _layout(tensor: Tensor, sizes: Sequence[int | None]) -> bool | list[int]:
+    """Return the strides, but for dimensions of one; where a size is open, only whether the tensor is contiguous."""
+    if None in sizes:
+        return tensor.is_contiguous()
+    return [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]
 
 
 def _same(values: Mapping[str, Any]) -> dict[str, str]:
@@ -120,7 +126,7 @@ class Loaded(NamedTuple):
                 values[name] = eval(_code(name), names)
                 if not _holds(fact, values[name]):
                     return False
-        except (AttributeError, LookupError, TypeError):  # something that the code reads is not there
+        except (AttributeError, LookupError, NameError, TypeError):  # something that the code reads is not there
             return False
         return _same(values) == self.same
 

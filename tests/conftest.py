@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ import torch
 
 from minispec.config import Config
 from minispec.load.default_model import DefaultModelError, ensure_default_model
+from minispec.model import Block
 
 # Every shape of an engine is a graph of the same functions, and a worker runs the engines of many tests. What loads a
 # model for a user raises the limit by the shapes of its engine (`Build`); most tests make their engines without it.
@@ -133,6 +135,14 @@ def default_model_is_lacking(error: DefaultModelError) -> NoReturn:
     if os.environ.get("MINISPEC_CI"):
         pytest.fail(f"MINISPEC_CI is set, and the default model cannot be had: {error}", pytrace=False)
     pytest.skip(f"{NO_MODEL}: {error}")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_models_stay_eager() -> Iterator[None]:
+    """See that a file compiles copies of the models in `trained.SHARED`, which other files run eagerly."""
+    yield
+    for model in sys.modules["trained"].SHARED if "trained" in sys.modules else ():
+        assert model.run_block is Block.forward, "a test has compiled a model that all tests share"
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ engines on a CPU are compiled as on CUDA, by backends that make no kernels: `eag
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -66,8 +67,10 @@ DRAFTERS: dict[str, Callable[[Model], Drafter | HostDrafter]] = {
     "eagle3": eagle3,
     "eagle3-uncoupled": lambda model: eagle3(model, coupled=False),
     "lookups": lambda model: Lookups(eagle3(model, smaller=(1, 3)), texts(), VOCAB),  # of two sizes, as those that ship
-    "dflash": lambda model: DFlashDrafter(trained_dflash(), block=4, topk=2, nodes=6, smaller=3),
-    "dspark": lambda model: DSparkDrafter(trained_dspark(), block=4, topk=2, nodes=6, smaller=3, threshold=0.3),
+    "dflash": lambda model: DFlashDrafter(copy.deepcopy(trained_dflash()), block=4, topk=2, nodes=6, smaller=3),
+    "dspark": lambda model: DSparkDrafter(
+        copy.deepcopy(trained_dspark()), block=4, topk=2, nodes=6, smaller=3, threshold=0.3
+    ),
     "standalone": lambda model: StandaloneDrafter(
         DraftModel(tiny_model(1, intermediate_size=80), VOCAB), steps=2, topk=2, nodes=4
     ),
@@ -107,7 +110,7 @@ def compiled_as_on_cuda(
 ) -> tuple[Scheduler, Made]:
     """Return a scheduler whose functions are all compiled when they first run, and the graphs that it has made."""
     torch._dynamo.reset()
-    model = trained_model() if name in ("dflash", "dspark") else tiny_model()
+    model = copy.deepcopy(trained_model()) if name in ("dflash", "dspark") else tiny_model()
     with torch.inference_mode():
         drafter = DRAFTERS[name](model)
     scheduler, made = build(model, drafter, host_looks=False, pages=60, running=running, flex=flex), Made(backend)

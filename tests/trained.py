@@ -36,6 +36,7 @@ LETTERS = list(range(2, VOCAB, 2))
 TAPS = (1, 2)
 DRAFT_IDS = torch.tensor(MARKS + LETTERS)  # target ids, no two at the same offset from their draft ids
 ROUNDS = 3  # of drafting the head is trained for
+SHARED: list[Any] = []  # what is trained once in a process, for all its tests; conftest.py sees that it stays eager
 
 
 @functools.cache
@@ -95,6 +96,7 @@ def trained_model() -> Model:
         return F.cross_entropy(model.logits(hidden).flatten(0, 1), ids[:, 1:].flatten())
 
     train(model.parameters(), loss_of, steps=160, seed=1)
+    SHARED.append(model)
     return model.requires_grad_(False).eval()
 
 
@@ -118,6 +120,7 @@ def trained_like(**switches: Any) -> Model:
         else:
             like = weights[f"{name.replace('experts.', '')}.weight"]
             parameter.copy_(like * (1 + 0.5 * torch.randn(parameter.shape)))
+    SHARED.append(other)
     return other
 
 
@@ -191,4 +194,5 @@ def _trained(kind: type[Any], config: DFlashConfig) -> Any:
         return losses(head, packed, columns, teacher, "decay")[0]
 
     train([p for p in head.parameters() if p is not head.lm_head.weight], loss_of, steps=120, seed=2)
+    SHARED.append(head)
     return head.requires_grad_(False).eval()

@@ -201,7 +201,10 @@ class Dummy:
         self.folder.cleanup()
 
     def load(
-        self, batch: int, simulated: float | None = None, quantization: str | None = None,
+        self,
+        batch: int,
+        simulated: float | None = None,
+        quantization: str | None = None,
         tell: Callable[[str], None] | None = None,
     ) -> LLM:
         """Return the model with its drafter, ready for `batch` requests of the scale's prompt."""

@@ -71,9 +71,7 @@ class Compared(NamedTuple):
     swaps: list[float]  # the margin at each place where answers part
 
 
-def compare(
-    answers: Sequence[tuple[Sequence[int], Sequence[int]]], margins: Sequence[Sequence[float]]
-) -> Compared:
+def compare(answers: Sequence[tuple[Sequence[int], Sequence[int]]], margins: Sequence[Sequence[float]]) -> Compared:
     """Compare pairs of answers, of one rank and of several; `margins[i]`: of the two candidates where pair i parts."""
     found = Compared(sum(len(one) for one, _ in answers), 0, [])
     for (one, several), margin in zip(answers, margins, strict=True):
@@ -193,8 +191,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--compile", action="store_true")
     args = parser.parse_args(argv)
-    flags = {"dtype": "float32", "device": args.device, "context_length": 512, "max_running_requests": 8,
-             "chunked_prefill_size": -1, "speculative_algorithm": "NONE", "disable_torch_compile": not args.compile}
+    flags = {
+        "dtype": "float32",
+        "device": args.device,
+        "context_length": 512,
+        "max_running_requests": 8,
+        "chunked_prefill_size": -1,
+        "speculative_algorithm": "NONE",
+        "disable_torch_compile": not args.compile,
+    }
     one = LLM(args.model, **flags)
     prompts = [one.tokenizer.encode(prompt) for prompt in PROMPTS]
     answers = answer(one.scheduler, prompts, args.tokens)

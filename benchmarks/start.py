@@ -145,8 +145,7 @@ def running(command: Sequence[str], **options: Any) -> Iterator[Process]:
 
 @contextmanager
 def ready(command: Sequence[str]) -> Iterator[str]:
-    """Start a server, yield its URL when it is ready, and stop it; raises RuntimeError with its last words if it ends.
-    """
+    """Start a server, yield its URL when it is ready, and stop it; raises RuntimeError with its last words."""
     with tempfile.TemporaryFile("w+") as log, running(command, stdout=log, stderr=subprocess.STDOUT) as process:
         try:
             process.wait_until_ready(READY_S)

@@ -61,8 +61,10 @@ class Ours:
         assert scheduler.flush_cache(), "a benchmark starts on an idle engine"
         requests = [
             self.llm.request(
-                ids, SamplingParams(temperature=temperature, max_new_tokens=new_tokens, sampling_seed=seed,
-                                    ignore_eos=self.ignore_eos),
+                ids,
+                SamplingParams(
+                    temperature=temperature, max_new_tokens=new_tokens, sampling_seed=seed, ignore_eos=self.ignore_eos
+                ),
             )
             for seed, ids in enumerate(prompts)
         ]

@@ -354,9 +354,11 @@ def look(side: Side, state: State) -> dict[str, Any]:
         with children([side]) as (child,):
             state.once(f"hello {side.letter}", lambda: child.ask("hello"))
             for drafter, key in keys.items():
+
                 def one(drafter: str = drafter) -> dict[str, Any]:
                     child.ask("load", options=options_of(drafter, "float32", uncompiled=True))
                     return child.ask("equal")
+
                 state.once(key, one)
     hello = state.known[f"hello {side.letter}"]
     served = state.once(f"served {side.letter}", lambda: answers(side))
@@ -477,8 +479,7 @@ def take_turns(three: Sequence[Child], setting: Setting, pairs: int) -> dict[str
 
 
 def starts(sides: Sequence[Side], runs: int, state: State) -> Iterator[Finding]:
-    """Time starts of both servers with empty caches, in turn: first answer, all compiled, a stream's longest silence.
-    """
+    """Time both servers' starts with empty caches, in turn: first answer, all compiled, a stream's longest silence."""
     found: dict[str, dict[str, list[float]]] = {}
     for turn in range(runs):
         for side in sides[:2] if turn % 2 == 0 else sides[1::-1]:

@@ -82,9 +82,7 @@ def _flag(default: Any, group: str, help: str, *, choices: Sequence[Any] = (), l
 class Config:
     """Every launch flag, with underscores for dashes; a ValueError names flag, value given and values allowed."""
 
-    model_path: str | None = _flag(
-        None, "Model", f"Hugging Face id, folder or GGUF file; default: {DEFAULT_MODEL}"
-    )
+    model_path: str | None = _flag(None, "Model", f"Hugging Face id, folder or GGUF file; default: {DEFAULT_MODEL}")
     tokenizer_path: str | None = _flag(None, "Model", "id, folder or GGUF file of a tokenizer; default: the model's")
     revision: str | None = _flag(None, "Model", "branch, tag or commit of a Hugging Face id; default: main")
     load_format: str = _flag(
@@ -136,8 +134,9 @@ class Config:
     host: str = _flag("127.0.0.1", "Server", "address to listen on")
     port: int = _flag(30000, "Server", "port to listen on; 0 takes a free one", low=0, high=65535)
     api_key: str | None = _flag(
-        None, "Server", "clients must send it as a bearer token, except to /health* and for the page at /; "
-        "default: none",
+        None,
+        "Server",
+        "clients must send it as a bearer token, except to /health* and for the page at /; default: none",
     )
     admin_api_key: str | None = _flag(
         None, "Server",
@@ -147,7 +146,9 @@ class Config:
     ssl_keyfile: str | None = _flag(None, "Server", "FILE with the private key to speak TLS with; default: no TLS")
     ssl_certfile: str | None = _flag(None, "Server", "FILE with its certificate and those above it; default: no TLS")
     cors_origins: str | None = _flag(
-        None, "Server", "web pages that may call this server: their origins, separated by commas, or * for any; "
+        None,
+        "Server",
+        "web pages that may call this server: their origins, separated by commas, or * for any; "
         "default: none but the server's own",
     )
     allowed_hosts: str | None = _flag(
@@ -241,7 +242,9 @@ class Config:
         "NONE, or a MiMo model's own MTP layer",
     )  # fmt: skip
     speculative_draft_model_path: str | None = _flag(
-        None, "Speculation", "id or folder of the draft head or model, or a model's GGUF file; default: the one "
+        None,
+        "Speculation",
+        "id or folder of the draft head or model, or a model's GGUF file; default: the one "
         "that ships for the default model, and MiMo's own",
     )
     speculative_draft_model_revision: str | None = _flag(
@@ -263,7 +266,9 @@ class Config:
         None, "Speculation", f"branches of a draft round; default: {_default_shapes(1)}", low=1, high=32
     )
     speculative_token_map: str | None = _flag(
-        None, "Speculation", "FILE, or owner/repo/file of the hub, of the target ids a head or draft model may draft, "
+        None,
+        "Speculation",
+        "FILE, or owner/repo/file of the hub, of the target ids a head or draft model may draft, "
         "most frequent first (FR-Spec); default: none, but for the EAGLE head that ships",
     )
     speculative_num_draft_tokens: int | None = _flag(
@@ -288,7 +293,9 @@ class Config:
         "whole block", low=0.0, high=1.0,
     )  # fmt: skip
     speculative_adaptive: bool | None = _flag(
-        None, "Speculation", "choose each step's shape, plain or one of at most two trees, by what it is worth; "
+        None,
+        "Speculation",
+        "choose each step's shape, plain or one of at most two trees, by what it is worth; "
         "default: unless numbers of steps, branches or nodes are given, which then stay fixed, on CUDA for batches "
         f"below {WIDE}",
     )

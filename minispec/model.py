@@ -233,7 +233,10 @@ class Model(nn.Module):
 
     @classmethod
     def empty(
-        cls, config: ModelConfig, dtype: torch.dtype, device: torch.device,
+        cls,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
         change: Callable[[Model], None] = lambda model: None,
     ) -> Model:
         """Return a model for inference with uninitialised weights, for a loader to fill.

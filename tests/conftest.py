@@ -20,9 +20,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # With an empty cache Inductor compiles a long file for each kind of vector instructions that the processor has, twelve
 # seconds in each process, to see whether the compiler knows them. One that knows the newest knows all; what compiles
 # for a server says the same (`minispec.cpu.direct.prepare`).
-if shutil.which("g++") and not subprocess.run(
-    ["g++", "-mavx512bf16", "-mamx-bf16", "-E", "-x", "c++", os.devnull], capture_output=True, check=False
-).returncode:
+if (
+    shutil.which("g++")
+    and not subprocess.run(
+        ["g++", "-mavx512bf16", "-mamx-bf16", "-E", "-x", "c++", os.devnull], capture_output=True, check=False
+    ).returncode
+):
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import pytest

@@ -175,7 +175,7 @@ def test_the_page_names_files_that_exist_and_the_flags_it_shows_parse() -> None:
     assert config.algorithm == TREE and config.draft_tokens == 8
 
 
-BROKEN = '''
+BROKEN = """
 from minispec.drafter import HostDrafter
 class Stranger:
     pass
@@ -187,7 +187,7 @@ class Nameless(Half):
     commit = release = print
 class Wide(Nameless):
     name, nodes = "wide", 129
-'''
+"""
 
 
 @pytest.mark.parametrize(

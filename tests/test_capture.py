@@ -63,9 +63,7 @@ class Replays:
         return compared
 
 
-def replayed(
-    name: str, requests: Sequence[Request] = (), simulated: float | None = None, **wishes: object
-) -> Replays:
+def replayed(name: str, requests: Sequence[Request] = (), simulated: float | None = None, **wishes: object) -> Replays:
     """Serve requests, by default of many lengths; every step but the first of a kind is replayed."""
     subject = SUBJECTS[name]
     scheduler = subject.build(running=2, host_looks=False, pages=60, simulated=simulated)

@@ -84,8 +84,13 @@ def test_openai_gets_the_call_that_it_requires_or_names_and_json_of_a_schema(cal
         "type": "object", "properties": {"zone": {"enum": ["UTC", "CET"]}}, "required": ["zone"],
         "additionalProperties": False}}}  # fmt: skip
     named: Any = {"type": "function", "function": {"name": "clock"}}
-    wish: dict[str, Any] = {"model": "any", "messages": [ASK], "tools": [ADD, other], "max_tokens": 200,
-                            "temperature": 0.3}
+    wish: dict[str, Any] = {
+        "model": "any",
+        "messages": [ASK],
+        "tools": [ADD, other],
+        "max_tokens": 200,
+        "temperature": 0.3,
+    }
     for choice, names in (("required", {"add", "clock"}), (named, {"clock"})):
         for seed in (1, 2):
             answer = api.chat.completions.create(**wish, tool_choice=choice, parallel_tool_calls=False, seed=seed)

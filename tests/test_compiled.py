@@ -108,8 +108,7 @@ def test_other_sizes_are_refused_and_another_layer_is_itself() -> None:
 
 
 class Scaled(nn.Module):
-    """A module in whose function everything of a kind is baked in: a number, a type, a tensor's size, two that are one.
-    """
+    """A module in whose function each kind of fact is baked in: a number, a type, a size, two tensors that are one."""
 
     def __init__(self, factor: float = 2.0, norm: nn.Module | None = None, size: int = 4,
                  dtype: torch.dtype = torch.float32) -> None:  # fmt: skip

@@ -127,8 +127,13 @@ def test_every_flag_reaches_its_field_and_underscores_do_too() -> None:
                 argv += ["--speculative-algorithm", "NGRAM"]
             if f.name in HEAD_FLAGS:
                 argv += ["--speculative-algorithm", "EAGLE3"]
-                argv += [w for name in SHAPE if name in HEAD_FLAGS and f.name in SHAPE for w in (flag_name(name), "3")
-                         if name != f.name] + (["--speculative-num-draft-tokens", "4"] if f.name in SHAPE else [])
+                argv += [
+                    w
+                    for name in SHAPE
+                    if name in HEAD_FLAGS and f.name in SHAPE
+                    for w in (flag_name(name), "3")
+                    if name != f.name
+                ] + (["--speculative-num-draft-tokens", "4"] if f.name in SHAPE else [])
             if f.name.endswith("draft_model_revision"):
                 argv += ["--speculative-draft-model-path", "somewhere"]
             if f.name.startswith("ssl_"):
@@ -196,18 +201,33 @@ def test_speculation_is_on_for_the_default_model_only() -> None:
         (["--pp", "2"], "--pp 2: of parallelism there are --tp-size and --dp-size"),
         (["--speculative-algo", "EAGLE3", "--speculative-num-steps", "3"], "--speculative-eagle-topk"),
         (["--speculative-algo", "EAGLE", "--speculative-num-draft-tokens", "4"], "not given: --speculative-num-steps"),
-        (["--speculative-algo", "EAGLE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "2",
-          "--speculative-num-draft-tokens", "1"], "--speculative-num-draft-tokens must be at least 2"),
-        (["--speculative-algo", "EAGLE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "2"],
-         "not given: --speculative-num-draft-tokens"),
+        (
+            [
+                "--speculative-algo",
+                "EAGLE",
+                "--speculative-num-steps",
+                "3",
+                "--speculative-eagle-topk",
+                "2",
+                "--speculative-num-draft-tokens",
+                "1",
+            ],
+            "--speculative-num-draft-tokens must be at least 2",
+        ),
+        (
+            ["--speculative-algo", "EAGLE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "2"],
+            "not given: --speculative-num-draft-tokens",
+        ),
         (["--quantization", "w8a8_int8"], "--quantization must be one of int8, fp8, got 'w8a8_int8'"),
         (["--speculative-draft-model-quantization", "int8"], "must be one of fp8, unquant, got 'int8'"),
         (["--ssl-keyfile", "/nowhere/k.pem"], "--ssl-keyfile must be a file, got '/nowhere/k.pem'"),
         (["--ssl-ca-certs", "c.pem"], "told apart by keys"),
         (["--lora-paths", "a"], "adapters are not supported"),
         (["--kv-cache-dtype", "fp8_e5m2"], "auto is accepted"),
-        (["--chat-template", "vicuna"],
-         "or one of chatml, llama-2, llama-3-instruct, vicuna_v1.1, hermes, llama3-json, got 'vicuna'"),
+        (
+            ["--chat-template", "vicuna"],
+            "or one of chatml, llama-2, llama-3-instruct, vicuna_v1.1, hermes, llama3-json, got 'vicuna'",
+        ),
         (["--load-format", "gguf"], "--load-format must be one of auto, safetensors, pt, dummy, got 'gguf'"),
         (["--pgae-size", "16"], "did you mean --page-size?"),
         (["--speculative-cascade-depth", "3"], "unknown argument --speculative-cascade-depth; --help lists"),
@@ -217,15 +237,46 @@ def test_speculation_is_on_for_the_default_model_only() -> None:
         (["--mem-fraction-static", "nan"], "--mem-fraction-static"),
         (["--chunked-prefill-size", "0"], "--chunked-prefill-size must be positive"),
         (["--max-queued-requests", "0"], "--max-queued-requests must be at least 1, got 0"),
-        (["--speculative-algo", "NGRAM", "--speculative-ngram-branch-length", "9",
-          "--speculative-ngram-max-match-window-size=9"], "below --speculative-ngram-branch-length, got 9 and 9"),
-        (["--speculative-algo", "NGRAM", "--speculative-ngram-min-match-window-size", "13",
-          "--speculative-ngram-max-match-window-size=10"],
-         "must be at most --speculative-ngram-max-match-window-size, got 13 and 10"),
-        (["--speculative-algo", "NGRAM", "--speculative-ngram-min-match-window-size", "5",
-          "--speculative-ngram-max-trie-depth=5"], "must be below --speculative-ngram-branch-length, got 5 and 5"),
-        (["--speculative-algo", "NGRAM", "--speculative-ngram-min-bfs-breadth", "11",
-          "--speculative-ngram-max-bfs-breadth=9"], "at most --speculative-ngram-max-bfs-breadth, got 11 and 9"),
+        (
+            [
+                "--speculative-algo",
+                "NGRAM",
+                "--speculative-ngram-branch-length",
+                "9",
+                "--speculative-ngram-max-match-window-size=9",
+            ],
+            "below --speculative-ngram-branch-length, got 9 and 9",
+        ),
+        (
+            [
+                "--speculative-algo",
+                "NGRAM",
+                "--speculative-ngram-min-match-window-size",
+                "13",
+                "--speculative-ngram-max-match-window-size=10",
+            ],
+            "must be at most --speculative-ngram-max-match-window-size, got 13 and 10",
+        ),
+        (
+            [
+                "--speculative-algo",
+                "NGRAM",
+                "--speculative-ngram-min-match-window-size",
+                "5",
+                "--speculative-ngram-max-trie-depth=5",
+            ],
+            "must be below --speculative-ngram-branch-length, got 5 and 5",
+        ),
+        (
+            [
+                "--speculative-algo",
+                "NGRAM",
+                "--speculative-ngram-min-bfs-breadth",
+                "11",
+                "--speculative-ngram-max-bfs-breadth=9",
+            ],
+            "at most --speculative-ngram-max-bfs-breadth, got 11 and 9",
+        ),
         (["--speculative-ngram-min-bfs-breadth", "0"], "--speculative-ngram-min-bfs-breadth must be at least 1, got 0"),
         (["--speculative-ngram-match-type", "dfs"], "ngram-match-type must be one of BFS, PROB, got 'DFS'"),
         (["--speculative-accept-threshold-single", "1.5"], "-single must be in [0, 1], got 1.5"),
@@ -238,8 +289,10 @@ def test_speculation_is_on_for_the_default_model_only() -> None:
         (["--tp", "2", "--nnodes", "2"], "--nnodes 2 needs --dist-init-addr, HOST:PORT of machine 0"),
         (["--tp", "2", "--nnodes", "2", "--node-rank", "2"], "--node-rank must be in [0, 1] with --nnodes 2, got 2"),
         (["--tp", "2", "--dist-init-addr", "here"], "--dist-init-addr must be HOST:PORT with a port in [1, 65535]"),
-        (["--dp", "2", "--tp", "2", "--nnodes", "2", "--dist-init-addr", "here:1"],
-         "--dp-size 2 is not for --nnodes 2"),
+        (
+            ["--dp", "2", "--tp", "2", "--nnodes", "2", "--dist-init-addr", "here:1"],
+            "--dp-size 2 is not for --nnodes 2",
+        ),
         (["--dp", "2", "--ray-address", "ray://here:1"], "--ray-address must be HOST:PORT with a port in [1, 65535]"),
         (["--revision", "main"], "--revision needs --model-path"),
         (["--speculative-algorithm", "medusa"], "EAGLE, EAGLE3, NEXTN, DFLASH, DSPARK or STANDALONE, or module:"),

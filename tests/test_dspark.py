@@ -261,6 +261,7 @@ def the_next_row_s_state(patch: pytest.MonkeyPatch) -> None:
 
 def confidence_before_the_norm(patch: pytest.MonkeyPatch) -> None:
     """The confidence head reads states that are not normed."""
+
     def raw(self: DSparkHead, state: Tensor, before: Tensor) -> Tensor:
         read = torch.cat((state.expand(*before.shape[:-1], -1), before), dim=-1)
         return self.confidence_head["proj"](read).squeeze(-1)

@@ -91,8 +91,11 @@ def told(running: Running, body: dict[str, Any], **params: Any) -> tuple[str, li
     answers = []
     for sampled in ({"temperature": 0}, {"temperature": 1.0, "sampling_seed": 3}):
         for speculative in (True, False):
-            wish = {**body, "return_logprob": True,
-                    "sampling_params": {"max_new_tokens": 24, **params, **sampled, "speculative": speculative}}
+            wish = {
+                **body,
+                "return_logprob": True,
+                "sampling_params": {"max_new_tokens": 24, **params, **sampled, "speculative": speculative},
+            }
             answer = running.ok("/generate", wish)
             received, _ = running.stream("/generate", wish)
             assert received[-2]["text"] == answer["text"], "a stream ends with the whole text"
@@ -180,8 +183,11 @@ def test_half_a_character_at_a_prompts_end_is_completed_or_no_part_of_the_text(s
 
 def test_a_stop_string_may_be_or_have_a_special_token_that_the_text_leaves_out(served: Running) -> None:
     prompt, start = {"input_ids": [1, *ids("b", "b")]}, ids("<|im_start|>")[0]
-    assert told(served, prompt, allowed_token_ids=[start], stop=["<|im_start|>"]) == ("", [start],
-                                                                                      stopped("<|im_start|>"))
+    assert told(served, prompt, allowed_token_ids=[start], stop=["<|im_start|>"]) == (
+        "",
+        [start],
+        stopped("<|im_start|>"),
+    )
     bias = {"allowed_token_ids": [start, *ids("user", "x")]}
     for stop in ("<|im_start|>user", "x<|im_start|>", "user<|im_start|><|im_start|>", "<|im_start|>x"):
         text, output, finish = told(served, prompt, **bias, stop=[stop], max_new_tokens=200)

@@ -122,9 +122,7 @@ def test_a_drafter_that_is_always_right_passes_whatever_its_depth(
     assert subject.tally.asked <= 6 * math.ceil(30 / nodes), "six replies of 30 tokens"
 
 
-def test_a_drafter_that_is_always_wrong_does_not_pass(
-    texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drafter_that_is_always_wrong_does_not_pass(texts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Knowing, "known", texts)
     monkeypatch.setattr(Knowing, "offset", 1)
     with pytest.raises(AssertionError, match="fewer than 12 drafts were accepted"):

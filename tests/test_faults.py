@@ -177,9 +177,7 @@ def nan_in_a_prompt(subject: Subject, read_all: Callable[[], None], overlap: boo
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("name", ["none", "eagle3-tree"])
-def test_nan_in_a_prompt_is_seen_in_its_chunk(
-    name: str, overlap: bool, greedy_reader: Callable[[], None]
-) -> None:
+def test_nan_in_a_prompt_is_seen_in_its_chunk(name: str, overlap: bool, greedy_reader: Callable[[], None]) -> None:
     nan_in_a_prompt(SUBJECTS[name], greedy_reader, overlap, abort=False)
 
 

@@ -185,9 +185,7 @@ TIES: dict[str, Callable[[], dict[str, torch.Tensor]]] = {
 
 
 @pytest.mark.parametrize("case", TIES)
-def test_a_tied_model_with_an_lm_head_in_its_files(
-    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tied_model_with_an_lm_head_in_its_files(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert_as_transformers(folder := write(tmp_path, TIED, weights=TIES[case]()))
     assert load(folder).model_config.tied == (case != "another head")
     assert ("they are not tied" in caplog.text) == (case == "another head")

@@ -223,9 +223,7 @@ BLOCK = {"compressed-tensors, blocks": (64, 96), "fp8, blocks": (128, 128)}
 class Written:
     """A folder of a published format: what is in its files, and what its weights stand for."""
 
-    def __init__(
-        self, folder: Path, name: str, shape: ModelConfig = SHAPE, config: dict[str, Any] = CONFIG
-    ) -> None:
+    def __init__(self, folder: Path, name: str, shape: ModelConfig = SHAPE, config: dict[str, Any] = CONFIG) -> None:
         """config: what config.json says of a model of this shape."""
         torch.manual_seed(len(name))
         self.shape, self.config = shape, config
@@ -292,9 +290,7 @@ def test_a_checkpoint_s_weights_are_numbers_times_scales(written: Written) -> No
 
 @pytest.mark.parametrize("spelling", [lambda name: name, as_mixtral_names_them], ids=["Qwen3-MoE", "Mixtral"])
 @pytest.mark.parametrize("name", ["fp8, blocks", "compressed-tensors, tensors"])
-def test_a_checkpoint_s_experts_are_multiplied_out(
-    name: str, spelling: Callable[[str], str], tmp_path: Path
-) -> None:
+def test_a_checkpoint_s_experts_are_multiplied_out(name: str, spelling: Callable[[str], str], tmp_path: Path) -> None:
     made = Written(tmp_path / "published", name, SPARSE, OF_EXPERTS)
     made.files = {spelling(one): tensor for one, tensor in made.files.items()}
     made.write(FORMATS[name][0])
@@ -459,8 +455,12 @@ UP, NORM = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
     [
         (f"{UP}_scale_inv", None, "fp8 weight and its scale go together: layers.1.mlp.up_proj has a weight only"),
         (UP, None, "fp8 weight and its scale go together: layers.1.mlp.up_proj has a scale only"),
-        (f"{UP}_scale_inv", torch.ones(288, 1), r"layers.1.mlp.up_proj.weight \[288, 160\] has the shape \[288, 1\]; "
-         r"expected is \[3, 2\]"),
+        (
+            f"{UP}_scale_inv",
+            torch.ones(288, 1),
+            r"layers.1.mlp.up_proj.weight \[288, 160\] has the shape \[288, 1\]; "
+            r"expected is \[3, 2\]",
+        ),
         (UP, torch.ones(160, 160).to(FP8), r"\[160, 160\] has the shape \[3, 2\]; expected is \[2, 2\]"),
         (UP, torch.ones(288, 160).to(torch.float8_e5m2), "up_proj.weight is float8_e5m2; supported .*float8_e4m3fn"),
         (NORM.replace("weight", "bias"), torch.ones(160).to(FP8), "norm.bias is float8_e4m3fn; supported are weights"),
@@ -468,9 +468,7 @@ UP, NORM = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
     ],
     ids=lambda given: given if isinstance(given, str) else "",
 )
-def test_tensors_that_do_not_go_together_are_named(
-    name: str, tensor: Tensor | None, said: str, tmp_path: Path
-) -> None:
+def test_tensors_that_do_not_go_together_are_named(name: str, tensor: Tensor | None, said: str, tmp_path: Path) -> None:
     written = Written(tmp_path, "fp8, blocks")
     written.files[name] = tensor
     if tensor is None:

@@ -105,9 +105,7 @@ class Made:
         return shared_by_batches(torch.compile(function, backend=backend, fullgraph=True, dynamic=False))
 
 
-def compiled_as_on_cuda(
-    name: str, running: int, backend: str = "eager", flex: bool = True
-) -> tuple[Scheduler, Made]:
+def compiled_as_on_cuda(name: str, running: int, backend: str = "eager", flex: bool = True) -> tuple[Scheduler, Made]:
     """Return a scheduler whose functions are all compiled when they first run, and the graphs that it has made."""
     torch._dynamo.reset()
     model = copy.deepcopy(trained_model()) if name in ("dflash", "dspark") else tiny_model()

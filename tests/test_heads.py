@@ -377,9 +377,7 @@ def eagle31(target: Model) -> Format:
     """EAGLE-3.1: a norm on every stream, and the normed state fed back."""
     tensors, make = eagle3_tensors(9), made(90)
     tensors |= {f"fc_norm.{i}.weight": make(H) for i in range(3)}
-    config = llama(
-        "LlamaForCausalLMEagle3", num_key_value_heads=2, draft_vocab_size=D, fc_norm=True, norm_output=True
-    )
+    config = llama("LlamaForCausalLMEagle3", num_key_value_heads=2, draft_vocab_size=D, fc_norm=True, norm_output=True)
     return Format(config, tensors, facts("eagle3", kv_heads=2, norm_output=True), DEFAULT_TAPS)
 
 

@@ -45,7 +45,8 @@ def test_hostile_bodies_are_refused_without_the_model_beside_a_stream_that_stays
         streams.append(stream.result()[0])
     assert [events[-2]["text"] for events in streams] == [expected] * len(streams)
     assert [request.params.sampling_seed for request in submitted] == [3] * len(streams), [
-        request for request in submitted if request.params.sampling_seed != 3]
+        request for request in submitted if request.params.sampling_seed != 3
+    ]
     served.idle()
     assert served.ok("/generate", STREAM)["text"] == expected
 

@@ -17,7 +17,11 @@ PAGES = 24
 def make(page: int = 4, rows: int = 30, slots: int = 4, dtype: torch.dtype = torch.float32) -> PagedKV:
     """Return a small pool of which every element is different, so that every row is recognised."""
     kv = PagedKV(
-        KVShape(3, 2, 2), pages=PAGES, page_size=page, slots=slots, rows_per_slot=rows,
+        KVShape(3, 2, 2),
+        pages=PAGES,
+        page_size=page,
+        slots=slots,
+        rows_per_slot=rows,
         zeros=partial(torch.zeros, dtype=dtype),
     )
     kv.pool.copy_(torch.arange(kv.pool.numel()).view_as(kv.pool))

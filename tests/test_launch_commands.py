@@ -44,8 +44,6 @@ H, INNER, HEADS, KV_HEADS, LAYERS = 64, 96, 4, 2, 8  # sizes of every target; a 
 SIZE = H // HEADS
 
 
-
-
 class Names(NamedTuple):
     """The ids of a command's models."""
 
@@ -464,16 +462,32 @@ wait_for_server(f"http://localhost:{port}", process=server_process)
 """
 CELLS = {  # with the number of their command among the documented ones
     "February 2025": (NAMED, 37),
-    "March 2025": (FREE % """5 \\
+    "March 2025": (
+        FREE
+        % """5 \\
     --speculative-eagle-topk 8 --speculative-num-draft-tokens 64 --mem-fraction 0.6 \\
-    --enable-torch-compile --cuda-graph-max-bs 2""", 36),
-    "June 2025": (FREE % """3 \\
-    --speculative-eagle-topk 4 --speculative-num-draft-tokens 16 --cuda-graph-max-bs 8""", 31),
-    "December 2025": (FREE % """3 \\
-    --speculative-eagle-topk 4 --speculative-num-draft-tokens 16 --cuda-graph-max-bs 8 --log-level warning""", 26),
-    "March 2026": (FREE % """3 \\
+    --enable-torch-compile --cuda-graph-max-bs 2""",
+        36,
+    ),
+    "June 2025": (
+        FREE
+        % """3 \\
+    --speculative-eagle-topk 4 --speculative-num-draft-tokens 16 --cuda-graph-max-bs 8""",
+        31,
+    ),
+    "December 2025": (
+        FREE
+        % """3 \\
+    --speculative-eagle-topk 4 --speculative-num-draft-tokens 16 --cuda-graph-max-bs 8 --log-level warning""",
+        26,
+    ),
+    "March 2026": (
+        FREE
+        % """3 \\
     --speculative-eagle-topk 4 --speculative-num-draft-tokens 16 --mem-fraction-static 0.7 \\
-    --cuda-graph-max-bs 8 --log-level warning""", 17),
+    --cuda-graph-max-bs 8 --log-level warning""",
+        17,
+    ),
 }
 CALL = """
 import openai

@@ -378,8 +378,12 @@ def test_what_is_imported_is_declared() -> None:
 
 def test_pages_of_heads_and_docs_run_modules_that_exist() -> None:
     pages = [*ROOT.glob("docs/*.md"), *PACKAGE.glob("heads/*/README.md"), ROOT / "README.md"]
-    named = {name for page in pages if page.stem != "log"
-             for name in re.findall(r"`(?:python -m )?(minispec(?:\.\w+)+)`", page.read_text(encoding="utf-8"))}
+    named = {
+        name
+        for page in pages
+        if page.stem != "log"
+        for name in re.findall(r"`(?:python -m )?(minispec(?:\.\w+)+)`", page.read_text(encoding="utf-8"))
+    }
     places = {name: ROOT / name.replace(".", "/") for name in named}
     assert named and not [n for n, place in places.items() if not place.is_dir() and not Path(f"{place}.py").is_file()]
 

@@ -46,10 +46,14 @@ def beside(head: BeamDrafter) -> Lookups:
 
 
 PAIRS = {
-    "head": Subject(lambda model: beside(BeamDrafter(trained_head(), steps=2, topk=3, nodes=N, smaller=(2, 5))),
-                    model=trained_model, text=sentence),
-    "chain": Subject(lambda model: beside(BeamDrafter(trained_head(), steps=3, topk=1, nodes=4)),
-                     model=trained_model, text=sentence),
+    "head": Subject(
+        lambda model: beside(BeamDrafter(trained_head(), steps=2, topk=3, nodes=N, smaller=(2, 5))),
+        model=trained_model,
+        text=sentence,
+    ),
+    "chain": Subject(
+        lambda model: beside(BeamDrafter(trained_head(), steps=3, topk=1, nodes=4)), model=trained_model, text=sentence
+    ),
     "standalone": Subject(lambda model: beside(StandaloneDrafter(DraftModel(model, VOCAB), steps=2, topk=2, nodes=5))),
 }
 
@@ -212,8 +216,9 @@ def served(
         after(plan, tokens, *times)
 
     scheduler.policy.after = taught
-    requests = [request(f"r{i}", [3, 8, 21, 34, i] * 3, sampling_seed=i, max_new_tokens=new_tokens, **FEW)
-                for i in range(4)]
+    requests = [
+        request(f"r{i}", [3, 8, 21, 34, i] * 3, sampling_seed=i, max_new_tokens=new_tokens, **FEW) for i in range(4)
+    ]
     run(scheduler, requests)
     assert all(r.output_ids == truth(MODEL, r) for r in requests)
     assert rounds == sum(plan.choice.shape.drafts for plan in plans) > 3, "a step of lookups ran the head's rounds"
@@ -247,15 +252,17 @@ def test_each_row_of_a_step_has_the_tree_that_it_bets_on(monkeypatch) -> None:
 def forgotten_path(patch: pytest.MonkeyPatch) -> None:
     """The ring has nothing of the path that a step of lookups accepted."""
     keep = Late.keep
-    patch.setattr(Late, "keep", lambda self, slots, rows, *kept: None if rows.shape[1] > 1 else
-                  keep(self, slots, rows, *kept))
+    patch.setattr(
+        Late, "keep", lambda self, slots, rows, *kept: None if rows.shape[1] > 1 else keep(self, slots, rows, *kept)
+    )
 
 
 def features_of_the_next_row(patch: pytest.MonkeyPatch) -> None:
     """The ring has each row's features one place too early."""
     keep = Late.keep
-    patch.setattr(Late, "keep", lambda self, slots, rows, tokens, features: keep(
-        self, slots, rows, tokens, features.roll(-1, 1)))
+    patch.setattr(
+        Late, "keep", lambda self, slots, rows, tokens, features: keep(self, slots, rows, tokens, features.roll(-1, 1))
+    )
 
 
 def rows_not_counted(patch: pytest.MonkeyPatch) -> None:
@@ -276,8 +283,10 @@ def rows_not_counted(patch: pytest.MonkeyPatch) -> None:
 def other_row_s_mask(patch: pytest.MonkeyPatch) -> None:
     """Each row looks whether the one before takes a lookup."""
     where = torch.where
-    patch.setattr("minispec.lookup.torch.where", lambda taken, a, b: where(
-        taken.roll(1, 0) if taken.shape[-1] == 1 and a.dtype == torch.int64 else taken, a, b))
+    patch.setattr(
+        "minispec.lookup.torch.where",
+        lambda taken, a, b: where(taken.roll(1, 0) if taken.shape[-1] == 1 and a.dtype == torch.int64 else taken, a, b),
+    )
 
 
 def shallow_paths(patch: pytest.MonkeyPatch) -> None:

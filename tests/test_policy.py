@@ -460,8 +460,14 @@ def test_a_file_bounds_the_rounds_by_batch_and_plain_steps_are_always_allowed(tm
     steps = {"1": [1, 3, 7], "4": [1], "6": [0]}
     said = {"ema_alpha": 0.2, **{least: {"candidate_steps": few, "up_hysteresis": 0.0} for least, few in steps.items()}}
     assert [allowed(said, batch) for batch in (1, 3, 4, 6)] == [[1, 3], [1, 3], [1], []]
-    for wrong, why in (("[", "Expecting"), ({}, "names no batch"), ([], "must be a JSON object"),
-                       ({"1": {}}, "candidate_steps of 1"), ({"1": {"candidate_steps": [-1]}}, "candidate_steps of 1"),
-                       ({"alpha": 1}, "unknown key 'alpha'"), ({"ema_alpha": "x"}, "ema_alpha must be a number")):
+    for wrong, why in (
+        ("[", "Expecting"),
+        ({}, "names no batch"),
+        ([], "must be a JSON object"),
+        ({"1": {}}, "candidate_steps of 1"),
+        ({"1": {"candidate_steps": [-1]}}, "candidate_steps of 1"),
+        ({"alpha": 1}, "unknown key 'alpha'"),
+        ({"ema_alpha": "x"}, "ema_alpha must be a number"),
+    ):
         with pytest.raises(ValueError, match=f"^--speculative-adaptive-config .*{why}"):
             allowed(wrong, 1)

@@ -234,9 +234,7 @@ def test_a_reader_who_is_behind_gets_the_same_text_in_fewer_events(
 # ---- the end ---------------------------------------------------------------------------------------------------------
 
 
-def test_after_a_signal_what_runs_finishes_and_new_work_is_refused(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_signal_what_runs_finishes_and_new_work_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ready(Running(Config(**options(tiny, shutdown_timeout=20.0)))) as running:
         expected = running.ok("/generate", native(max_new_tokens=100))["text"]
         slow_steps(running, monkeypatch)
@@ -257,9 +255,7 @@ def test_after_a_signal_what_runs_finishes_and_new_work_is_refused(
             assert not running.server.exchanges
 
 
-def test_when_the_time_to_finish_is_over_what_is_left_is_told(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_when_the_time_to_finish_is_over_what_is_left_is_told(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     running = ready(Running(Config(**options(tiny, shutdown_timeout=0.2))))
     slow_steps(running, monkeypatch)
     with ThreadPoolExecutor(1) as pool:

@@ -148,8 +148,12 @@ def wishes() -> dict[str, Request]:
         made[name] = Request(name + "/1", ONCE * 12, wish)
     leader = Request("leader/1", [*ONCE * 12, 5], SamplingParams(temperature=1.0, max_new_tokens=16, sampling_seed=6))
     made["leader"] = leader
-    made["choice"] = Request("choice/1", leader.prompt_ids,
-                             SamplingParams(temperature=1.0, max_new_tokens=16, sampling_seed=7), leader=leader)
+    made["choice"] = Request(
+        "choice/1",
+        leader.prompt_ids,
+        SamplingParams(temperature=1.0, max_new_tokens=16, sampling_seed=7),
+        leader=leader,
+    )
     return made
 
 

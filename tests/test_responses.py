@@ -448,9 +448,7 @@ def test_a_stream_has_the_text_of_the_whole_answer_and_that_of_the_chat(served: 
     assert events[0]["response"]["id"] == events[-1]["response"]["id"]
 
 
-def test_streams_that_are_left_or_aborted_free_their_pages(
-    served: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_streams_that_are_left_or_aborted_free_their_pages(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_steps(served, monkeypatch)
     before = served.stats()["generated_tokens"]
     received, sock = served.stream("/v1/responses", LONG_ONE, read=6)

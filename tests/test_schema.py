@@ -146,10 +146,14 @@ def test_each_field_takes_what_the_description_says_and_names_itself_otherwise(k
 def test_a_million_wrong_values_are_one_error_and_no_time() -> None:
     many = 10**6
     wrong: list[tuple[Any, dict[str, Any]]] = [
-        (fields.Completion, {"prompt": ["x", *[7] * 100]}), (fields.Completion, {"prompt": [7, *["x"] * many]}),
-        (fields.Completion, {"prompt": "a", "stop_token_ids": ["x"] * many}), (fields.Chat, {"messages": [7] * many}),
-        (fields.Completion, {"prompt": "a", "stop": ["", *[7] * many]}), (fields.Chat, {"messages": [{}] * many}),
-        (fields.Generate, {"text": "a", "sampling_params": [{}] * many}), (fields.Detokenize, {"tokens": [1.5] * many}),
+        (fields.Completion, {"prompt": ["x", *[7] * 100]}),
+        (fields.Completion, {"prompt": [7, *["x"] * many]}),
+        (fields.Completion, {"prompt": "a", "stop_token_ids": ["x"] * many}),
+        (fields.Chat, {"messages": [7] * many}),
+        (fields.Completion, {"prompt": "a", "stop": ["", *[7] * many]}),
+        (fields.Chat, {"messages": [{}] * many}),
+        (fields.Generate, {"text": "a", "sampling_params": [{}] * many}),
+        (fields.Detokenize, {"tokens": [1.5] * many}),
         (fields.Generate, {"text": "a", "sampling_params": dict.fromkeys(map(str, range(many)), 0)}),
     ]
     for kind, body in wrong:

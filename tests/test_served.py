@@ -19,8 +19,11 @@ from minispec.load.default_model import ensure_default_model
 TURNS = [
     ("Name three fruits and say what each tastes like.", "Which of them grows on trees?"),
     # With its answer longer than a page and a token, so that the second turn always finds a page in the cache.
-    ("Repeat this three times: the cat sat on the mat, the dog sat on the log, and the bird sat on the old stone wall.",
-     "Now repeat it once more."),
+    (
+        "Repeat this three times: the cat sat on the mat, the dog sat on the log, and the bird sat on "
+        "the old stone wall.",
+        "Now repeat it once more.",
+    ),
     ("Write a Python function that adds two numbers.", "Add a docstring to the function."),
     ("Why is the sea salty?", "Say it again in one sentence."),
     ("Count from one to twenty in words.", "And backwards?"),

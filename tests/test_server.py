@@ -545,6 +545,7 @@ def test_nobody_waits_for_a_grammar_of_somebody_else(served: Running, monkeypatc
 
 # ---- what clients cannot break ---------------------------------------------------------------------------------------
 
+
 def test_no_field_of_a_wrong_type_gets_past_the_server_or_hurts_it(served: Running) -> None:
     components = served.ok("/openapi.json")["components"]["schemas"]
     bodies: dict[str, tuple[str, dict[str, Any]]] = {
@@ -605,8 +606,12 @@ def test_a_limit_beyond_the_context_is_clamped_unless_the_server_is_strict(
 
 def test_the_sentence_about_a_prompt_that_does_not_fit_has_both_counts(served: Running) -> None:
     """Agents look for these words to shorten their conversations; where the pool is the limit, it says so."""
-    for path, body in (("/v1/completions", {"prompt": [5] * 1100}), ("/generate", {"input_ids": [5] * 1100}),
-                       ("/v1/responses", {"input": "a " * 1100}), ("/v1/chat/completions", chat("a " * 1100))):
+    for path, body in (
+        ("/v1/completions", {"prompt": [5] * 1100}),
+        ("/generate", {"input_ids": [5] * 1100}),
+        ("/v1/responses", {"input": "a " * 1100}),
+        ("/v1/chat/completions", chat("a " * 1100)),
+    ):
         status, answer, _ = served.call(path, body)
         assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
         said = re.search(r"\((\d+) tokens\) is longer than the model's context length \(1024 tokens\)",

@@ -89,7 +89,10 @@ def swapped(fresh: Scheduler, scheduler: Scheduler, low: tuple[float, float]) ->
 
     engine.compile_small(compiler, lambda batch, nodes: True)
     served = lambda s, **wish: (  # noqa: E731
-        found := mixed_requests(4, max_new_tokens=16, **wish), run(s, found), [r.output_ids for r in found])[-1]
+        found := mixed_requests(4, max_new_tokens=16, **wish),
+        run(s, found),
+        [r.output_ids for r in found],
+    )[-1]
     sampled = {"temperature": 1.2}
     exact, wanted = served(scheduler, **sampled), served(fresh, **sampled)
     assert exact != wanted and "_after_blocks" in ran, "thresholds so low change tokens"

@@ -245,9 +245,7 @@ def test_demo_chat_is_rendered_as_transformers_does(demo: Tokenizer, hf: PreTrai
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_templates_are_rendered_as_transformers_does(
-    name: str, demo_folder: Path, hf: PreTrainedTokenizerBase
-) -> None:
+def test_templates_are_rendered_as_transformers_does(name: str, demo_folder: Path, hf: PreTrainedTokenizerBase) -> None:
     ours = load_tokenizer(demo_folder, TEMPLATES[name])
     kwargs = {"tools": [{"name": "f<é>", "n": 1}]} if name == "tools" else {"enable_thinking": False}
     for chat in CHATS:

@@ -443,9 +443,13 @@ def test_a_reply_with_tools_and_a_format_is_a_call_or_of_the_format(form: str) -
                          (Grammar("lark", 'start: CHOICE\nCHOICE: "UTC" | "CET"'), "CET"),
                          (Grammar("ebnf", 'root ::= "x" [0-9]+'), "x12")):  # fmt: skip
         source = grammars._source(call_or_form(tools, CALLS[form], asked))
-        for text, fits in [(right, True), *((call, True) for call in calls), ("No.", False),
-                           (calls[0].replace("Bern", "Rome"), asked.text == '{"type": "object"}' and form == "llama3"),
-                           (calls[0].replace("weather", "rain"), asked.text == '{"type": "object"}' and not begin)]:
+        for text, fits in [
+            (right, True),
+            *((call, True) for call in calls),
+            ("No.", False),
+            (calls[0].replace("Bern", "Rome"), asked.text == '{"type": "object"}' and form == "llama3"),
+            (calls[0].replace("weather", "rain"), asked.text == '{"type": "object"}' and not begin),
+        ]:
             matcher = llguidance.LLMatcher(tokenizer, source)
             assert not matcher.is_error(), matcher.get_error()
             taken = all(matcher.consume_token(byte) for byte in text.encode()) and matcher.is_accepting()
@@ -467,10 +471,20 @@ def test_arguments_that_are_no_object_reach_templates_that_print_them_and_templa
     printed = "{% for c in messages[1].tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}"
     walked = (">{% for c in messages[1].tool_calls %}{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }};"
               "{% endfor %}{% endfor %}")  # fmt: skip
-    for given, told in (('{"city": "Rome"}', {"city": "Rome"}), ({"city": 4}, {"city": 4}), ("", {}), (" null", {}),
-                        (None, {}), ('{"city', {"arguments": '{"city'}), ("[]", {"arguments": "[]"}),
-                        ('"Rome"', {"arguments": '"Rome"'}), ('{"a": NaN}', {"arguments": '{"a": NaN}'}),
-                        ([1], {"arguments": "[1]"}), (7, {"arguments": "7"}), ("{" * 99, {"arguments": "{" * 99})):
+    for given, told in (
+        ('{"city": "Rome"}', {"city": "Rome"}),
+        ({"city": 4}, {"city": 4}),
+        ("", {}),
+        (" null", {}),
+        (None, {}),
+        ('{"city', {"arguments": '{"city'}),
+        ("[]", {"arguments": "[]"}),
+        ('"Rome"', {"arguments": '"Rome"'}),
+        ('{"a": NaN}', {"arguments": '{"a": NaN}'}),
+        ([1], {"arguments": "[1]"}),
+        (7, {"arguments": "7"}),
+        ("{" * 99, {"arguments": "{" * 99}),
+    ):
         made = {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": given}}]}
         asked = chat(messages=[{"role": "user", "content": "hi"}, made])
         assert prompt_of(asked, templated(printed)) == json.dumps(told)

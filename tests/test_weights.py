@@ -324,9 +324,7 @@ def test_tensor_given_twice_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
-def test_a_tensor_that_is_not_wanted_is_not_read(
-    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tensor_that_is_not_wanted_is_not_read(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _write_shards(tmp_path, suffix, save_file if suffix == "safetensors" else torch.save)
     touched = reads(monkeypatch)
     assert _same(dict(read_tensors(tmp_path, wanted=lambda name: name == "c")), {"c": TENSORS["c"]})

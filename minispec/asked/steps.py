@@ -105,7 +105,7 @@ class Asking(Asked):
         """
         slots, *tree = trees()
         tokens, parents = tree or ([[PADDING]] * len(slots), [[-1]] * len(slots))
-        masks = self.constraints.masks([slot for slot, in slots], tokens, parents, pinned=logits.is_cuda)
+        masks = self.constraints.masks([slot for (slot,) in slots], tokens, parents, pinned=logits.is_cuda)
         bits = masks.bits.to(logits.device, non_blocking=logits.is_cuda)
         return Allowed(upload(masks.tokens, torch.int64, logits.device), mask(logits, bits), masks.failed)
 

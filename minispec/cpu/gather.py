@@ -210,9 +210,7 @@ class PagedGather:
         return out
 
 
-def _gathered(
-    q: Tensor, keys: Tensor, values: Tensor, rows: Tensor, mask: Tensor, multiplies: bool = False
-) -> Tensor:
+def _gathered(q: Tensor, keys: Tensor, values: Tensor, rows: Tensor, mask: Tensor, multiplies: bool = False) -> Tensor:
     """Attend with q [g, H, W, D] to a strip's rows of the pool [1, Hkv, PAGES * P, D] -> [g, H, W, D].
 
     H is Hkv where queries are folded, which they must be where `products.py` multiplies, else Hq.

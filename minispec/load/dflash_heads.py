@@ -177,4 +177,3 @@ def _refuse_sliding(stated: Mapping[str, Any], layers: int) -> None:
     if other := sorted({str(kind) for kind in types} - {"full_attention"}):
         raise ModelError(f"layer_types {', '.join(other)} (sliding_window {stated.get('sliding_window')}) are not "
                          "supported; supported: full_attention")  # fmt: skip
-

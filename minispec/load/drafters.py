@@ -41,9 +41,7 @@ from minispec.standalone import StandaloneDrafter
 logger = logging.getLogger("minispec")
 
 
-def with_own_head(
-    config: Config, hf_config: Mapping[str, Any], folder: Path, tell: Callable[[str], None]
-) -> Config:
+def with_own_head(config: Config, hf_config: Mapping[str, Any], folder: Path, tell: Callable[[str], None]) -> Config:
     """Return the config, with EAGLE if no flag is about speculation and the model brings a head, MiMo's MTP layer.
 
     SGLang drafts with that layer only if --speculative-algorithm is EAGLE. Here the layer drafts by default, and NONE

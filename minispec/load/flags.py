@@ -117,8 +117,10 @@ def _variables(environ: Mapping[str, str], topk: int | None) -> tuple[dict[str, 
     notes = []
     if SPEC_V2 in on:
         trees = f"; with --speculative-eagle-topk {topk} trees are served all the same" if (topk or 1) > 1 else ""
-        notes.append(f"{SPEC_V2} changes nothing: on CUDA steps overlap without it, unless --disable-overlap-schedule "
-                     f"is given{trees}")
+        notes.append(
+            f"{SPEC_V2} changes nothing: on CUDA steps overlap without it, unless --disable-overlap-schedule "
+            f"is given{trees}"
+        )
     if others := [name for name in names if name not in on or name not in (SPEC_V2, GREEDY, RECORD)]:
         notes.append(f"these environment variables of SGLang's are not read here: {', '.join(others)}")
     return {"force_greedy": GREEDY in on, "record_step_time": RECORD in on}, notes

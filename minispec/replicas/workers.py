@@ -64,9 +64,7 @@ class Replicas:
     Everything runs on the event loop, except `_enter` and `join`.
     """
 
-    def __init__(
-        self, config: Config, deliver: Callable[[list[Update]], None], died: Callable[[], None]
-    ) -> None:
+    def __init__(self, config: Config, deliver: Callable[[list[Update]], None], died: Callable[[], None]) -> None:
         self.config, self.deliver, self.died = config, deliver, died
         self.error: BaseException | None = None
         self.lost, self.loaded = True, threading.Event()  # a failure here is always the end

@@ -284,10 +284,10 @@ class Prompted(create_model("Inactive", __base__=Fields, **_inactive_fields(INAC
     stream_interval: Interval | None = does("tokens between two events, in place of the server's")
     truncate_prompt_tokens: Annotated[Whole, AfterValidator(_truncation)] | None = does(
         "keep so many last tokens of the prompt; -1 as many as leave room for the tokens to generate, at most half of "
-        "the context")
+        "the context"
+    )
     best_of: Annotated[Integer, AfterValidator(_equal_to_n)] = does("must equal n, as nothing ranks choices")
-    cache_salt: Salt | None = does(
-        "share cached prefixes only with requests of this salt, and give nobody else drafts")
+    cache_salt: Salt | None = does("share cached prefixes only with requests of this salt, and give nobody else drafts")
     extra_key: Salt | None = does("the same, and beside cache_salt a part of it")
 
 
@@ -304,7 +304,8 @@ class Sampling(Fields):
     logit_bias: Biases | None = does("token id -> number added to its logit")
     allowed_token_ids: AnyIds | None = does("only these tokens are generated")
     stop: told_apart("a string or a list of strings", text=str, texts=Each[str]) | None = does(
-        "strings that end the text")
+        "strings that end the text"
+    )
     stop_token_ids: AnyIds | None = does("ids that end the text, besides EOS")
     ignore_eos: Flag = does("EOS ends nothing")
     no_stop_trim: Flag = does("leave what matched a stop in the text")
@@ -351,7 +352,8 @@ class ResponseFormat(Fields):
     """The object `response_format`."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"] = Field(
-        description="anything, any JSON object, JSON of a schema, or tags within text")
+        description="anything, any JSON object, JSON of a schema, or tags within text"
+    )
     json_schema: dict[str, Any] | None = does("an object with the schema under schema; strict or not, it is kept to")
     schema_: dict[str, Any] | None = Field(None, alias="schema", description="of a json_object, as llama.cpp has it")
     structures: Each[dict[str, Any]] | None = does("of a structural tag: objects of begin, schema and end")
@@ -381,8 +383,9 @@ class OpenAI(Constrained, Guided, Prompted, Sampling):
     n: Choices | None = does("choices for each prompt, at most 16; the prompt is computed once")
     max_tokens: Integer = does("tokens to generate at most")
     min_tokens: Integer = does("tokens before which nothing ends the text")
-    seed: Integer = does("the same seed, prompt and parameters give the same text in float32, or with "
-                         "--enable-deterministic-inference")
+    seed: Integer = does(
+        "the same seed, prompt and parameters give the same text in float32, or with --enable-deterministic-inference"
+    )
     sampling_seed: Integer = does("as seed")
     include_stop_str_in_output: Flag = does("as no_stop_trim")
     stream_options: StreamOptions | None = does("what events carry besides text")
@@ -424,7 +427,8 @@ class Message(Fields):
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"] = Field(description="whose it is")
     content: Content | None = does(
-        "text, or parts joined by newlines; only those of the assistant and of tools may be null")
+        "text, or parts joined by newlines; only those of the assistant and of tools may be null"
+    )
     name: Text = does(TEMPLATE)
     tool_calls: OfTools[ToolCall] | None = does("handed to the chat template, arguments as objects")
     tool_call_id: Text = does(TEMPLATE)
@@ -503,7 +507,8 @@ class TextFormat(Fields):
     """The object `text.format`."""
 
     type: Literal["text", "json_object", "json_schema"] = Field(
-        description="anything, any JSON object, or JSON of a schema")
+        description="anything, any JSON object, or JSON of a schema"
+    )
     name: Text = does("given back in the answer")
     schema_: dict[str, Any] | None = Field(None, alias="schema", description="the schema; strict or not, it is kept to")
 
@@ -525,25 +530,37 @@ class Responses(Constrained, Prompted, Sampling):
     """The body of POST /v1/responses."""
 
     input: told_apart("text or a list of items", text=str, objects=Items[Item]) = Field(
-        description="the conversation, as text or as items")
+        description="the conversation, as text or as items"
+    )
     instructions: Text = does("a system message before the input")
     max_output_tokens: Integer = does("tokens to generate at most, reasoning included; without it the context is the "
                                       "limit")  # fmt: skip
     min_tokens: Integer = does("tokens before which nothing ends the text")
-    seed: Integer = does("the same seed, prompt and parameters give the same text in float32, or with "
-                         "--enable-deterministic-inference")
-    tools: OfTools[ItemTool] | None = does("functions, namespaces of them and tools of a free text that may be called, "
-                                           "shown to the model by the chat template; all others are left out")
+    seed: Integer = does(
+        "the same seed, prompt and parameters give the same text in float32, or with --enable-deterministic-inference"
+    )
+    tools: OfTools[ItemTool] | None = does(
+        "functions, namespaces of them and tools of a free text that may be called, "
+        "shown to the model by the chat template; all others are left out"
+    )
     tool_choice: ItemChoice | None = does(CHOICE)
     parallel_tool_calls: Flag = does("false ends the answer with its first call")
     text: TextConfig | None = does("the form of the answer")
     reasoning: Reasoning | None = does("how the model reasons")
     truncation: Literal["disabled", "auto"] | None = does(
-        "ignored: nothing is cut, unless truncate_prompt_tokens says so")
+        "ignored: nothing is cut, unless truncate_prompt_tokens says so"
+    )
     include: Each[Literal["reasoning.encrypted_content"]] | None = does(
-        "nothing more than there is: reasoning items have their text, so nothing of them is encrypted")
-    metadata: Annotated[dict[str, Any], AfterValidator(_few_texts), WithJsonSchema(
-        {"type": "object", "additionalProperties": {"type": "string"}})] | None = does("given back in the answer")
+        "nothing more than there is: reasoning items have their text, so nothing of them is encrypted"
+    )
+    metadata: (
+        Annotated[
+            dict[str, Any],
+            AfterValidator(_few_texts),
+            WithJsonSchema({"type": "object", "additionalProperties": {"type": "string"}}),
+        ]
+        | None
+    ) = does("given back in the answer")
     chat_template_kwargs: dict[str, Any] | None = does(VARIABLES)
 
 
@@ -571,23 +588,28 @@ class CountTokens(Constrained, Prompted, Sampling):
 
     messages: Turns[Turn] = Field(description="the conversation; an assistant's last message is continued")
     system: told_apart("text or a list of text blocks", text=str, objects=Parts[TextPart]) | None = does(
-        "a system message before the others")
+        "a system message before the others"
+    )
     max_tokens: Integer = does("tokens to generate at most, reasoning included")
     stop_sequences: Each[str] | None = does("strings that end the text")
     tools: OfTools[OfferedTool] | None = does(
-        "functions that may be called, shown to the model by the chat template; the server's own are left out")
+        "functions that may be called, shown to the model by the chat template; the server's own are left out"
+    )
     tool_choice: shape("ToolChoice", type=Literal["auto", "any", "tool", "none"], name=Text,
                        disable_parallel_tool_use=Flag) | None = does(
         "none hides the tools; auto, the default, leaves it to the model; any, or a tool by name, constrains the "
         "answer to calls; disable_parallel_tool_use ends it with the first")  # fmt: skip
     thinking: Thinking | None = does(
-        "of type disabled or enabled, it is enable_thinking false or true for the chat template")
+        "of type disabled or enabled, it is enable_thinking false or true for the chat template"
+    )
     output_config: shape("OutputConfig", effort=Effort, format=SchemaFormat | None) | None = does(
-        "the effort, handed to the chat template as reasoning_effort, and the form of the answer")
+        "the effort, handed to the chat template as reasoning_effort, and the form of the answer"
+    )
     output_format: SchemaFormat | None = does("the form of the answer")
     chat_template_kwargs: dict[str, Any] | None = does(VARIABLES)
-    seed: Integer = does("the same seed, prompt and parameters give the same text in float32, or with "
-                         "--enable-deterministic-inference")
+    seed: Integer = does(
+        "the same seed, prompt and parameters give the same text in float32, or with --enable-deterministic-inference"
+    )
 
 
 class Messages(CountTokens):
@@ -632,8 +654,9 @@ class NativeParams(Closed, Constrained, Sampling, create_model(  # type: ignore[
     n: Choices | None = does("choices for each prompt, at most 16, each an item of the answer's list")
     max_new_tokens: Integer = does("tokens to generate at most; 128 if not given")
     min_new_tokens: Integer = does("tokens before which nothing ends the text")
-    sampling_seed: Integer = does("the same seed, prompt and parameters give the same text in float32, or with "
-                         "--enable-deterministic-inference")
+    sampling_seed: Integer = does(
+        "the same seed, prompt and parameters give the same text in float32, or with --enable-deterministic-inference"
+    )
     stream_interval: Interval | None = does("tokens between two events, in place of the server's")
 
 
@@ -641,16 +664,20 @@ class Generate(Prompted):
     """The body of POST and PUT /generate; exactly one of text and input_ids."""
 
     text: told_apart("text or a list of texts", text=Filled, texts=Batch[Filled]) | None = does(
-        "what the answer continues")
+        "what the answer continues"
+    )
     input_ids: told_apart("token ids or a list of such lists", ids=Ids, rows=Batch[Ids]) | None = does(
-        "the same as token ids")
+        "the same as token ids"
+    )
     trace: Flag = does("add where each token came from, and each step's tree: see Watching speculation")
     sampling_params: told_apart("an object or a list of objects", object=NativeParams, objects=Batch[NativeParams]
                                 ) | None = does("how to generate, for all prompts or for each")  # fmt: skip
     return_logprob: told_apart("true, false or a list of these", flag=bool, ids=Batch[bool]) | None = does(
-        "add the log-probability of each token to meta_info; this and the next three for all prompts or for each")
+        "add the log-probability of each token to meta_info; this and the next three for all prompts or for each"
+    )
     logprob_start_len: Integers | None = does(
-        "the first token of the prompt whose log-probability is told; -1, the default, for none")
+        "the first token of the prompt whose log-probability is told; -1, the default, for none"
+    )
     top_logprobs_num: Integers | None = does("so many likeliest tokens beside each, at most 20")
     token_ids_logprob: Rows | None = does("and these tokens")
     return_text_in_logprobs: Flag = does("and their texts")
@@ -661,8 +688,7 @@ class Tokenize(Fields):
 
     model: Text = does("as in a request for text")
     prompt: told_apart("text or a list of texts", text=str, texts=Batch[str]) | None = does("what to tokenize")
-    messages: Turns[Message] | None = does(
-        "a conversation to tokenize by the chat template, ready for an answer")
+    messages: Turns[Message] | None = does("a conversation to tokenize by the chat template, ready for an answer")
     add_special_tokens: Flag = does("begin with BOS where the model expects it (the default)")
 
 

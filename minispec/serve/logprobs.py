@@ -75,9 +75,7 @@ class CompletionLists:
         """Return the lists of the output's tokens from `first` up to `end`."""
         return self._lists(self.request.output_ids[first:end], self.request.output_scores[first:end])
 
-    def _lists(
-        self, ids: Sequence[int], scores: Sequence[Scored | None], prompt: bool = False
-    ) -> dict[str, list[Any]]:
+    def _lists(self, ids: Sequence[int], scores: Sequence[Scored | None], prompt: bool = False) -> dict[str, list[Any]]:
         text, offsets = self._texts[prompt], []
         for token in ids:
             offsets.append(self._at[prompt])

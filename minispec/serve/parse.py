@@ -61,8 +61,16 @@ OF_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "requi
 T = TypeVar("T")
 Sampled = tuple[SamplingParams, dict[str, str]]  # and `Job.names`, which has max_new_tokens if the client set it
 Form = tuple[str, str, Any]  # a field that constrains, the kind of grammar, and its rule
-KINDS = {"json_schema": "json_schema", "json": "json_schema", "json_object": "json_schema", "regex": "regex",
-         "ebnf": "ebnf", "grammar": "ebnf", "structural_tag": "structural_tag", "choice": "lark"}  # of grammars
+KINDS = {
+    "json_schema": "json_schema",
+    "json": "json_schema",
+    "json_object": "json_schema",
+    "regex": "regex",
+    "ebnf": "ebnf",
+    "grammar": "ebnf",
+    "structural_tag": "structural_tag",
+    "choice": "lark",
+}  # of grammars
 SAMPLED = {field.name for field in dataclasses.fields(SamplingParams)} - {"grammar", "logprobs"}  # plain values
 
 

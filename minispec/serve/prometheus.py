@@ -175,8 +175,12 @@ def _clients(seen: Seen) -> Iterator[Family]:
     }
     for name, (text, histogram) in waits.items():
         yield _one("histogram", "sglang:" + name, text, _timings(histogram))
-    yield ("counter", "sglang:http_requests_total", "HTTP requests.",
-           [({"endpoint": endpoint, "method": method}, count) for (endpoint, method), count in seen.asked.items()])
+    yield (
+        "counter",
+        "sglang:http_requests_total",
+        "HTTP requests.",
+        [({"endpoint": endpoint, "method": method}, count) for (endpoint, method), count in seen.asked.items()],
+    )
     yield ("counter", "sglang:http_responses_total", "HTTP answers.",
            [({"endpoint": endpoint, "status_code": status, "method": method}, count)
             for (endpoint, status, method), count in seen.answered.items()])  # fmt: skip

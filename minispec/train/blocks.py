@@ -170,9 +170,7 @@ def dpace(q: Tensor, real: Tensor) -> Tensor:
     return reached.flip(1).cumsum(1).flip(1)
 
 
-def losses(
-    head: DFlashHead, batch: Packed, taps: slice, teacher: Teacher, weights: str
-) -> tuple[Tensor, Tensor]:
+def losses(head: DFlashHead, batch: Packed, taps: slice, teacher: Teacher, weights: str) -> tuple[Tensor, Tensor]:
     """Return the loss and, detached, how often each row's first choice was the target's: [D, 2] hits and anchors.
 
     The loss is the soft cross-entropy, a weighted mean over the rows at which the target's choice is in the draft

@@ -206,9 +206,7 @@ class _Writer:
     def second_turns(self, conversations: Sequence[Conversation]) -> list[Conversation]:
         """Return a share of the conversations with their reply and a next user turn, both written by the target."""
         chosen = [i for i in sorted(self.replies) if self.rng.random() < SECOND_TURNS]
-        grown = [
-            [*conversations[i].messages, {"role": "assistant", "content": self.replies[i]}] for i in chosen
-        ]
+        grown = [[*conversations[i].messages, {"role": "assistant", "content": self.replies[i]}] for i in chosen]
         texts = self._user_turns(grown, [""] * len(grown))
         return [
             Conversation([*messages, {"role": "user", "content": text}], "second turn")
@@ -263,9 +261,7 @@ class _Writer:
 
     def _params(self, temperature: float, limit: int) -> SamplingParams:
         """Return the parameters of one request."""
-        return SamplingParams(
-            temperature=temperature, max_new_tokens=limit, sampling_seed=self.rng.randrange(2**31)
-        )
+        return SamplingParams(temperature=temperature, max_new_tokens=limit, sampling_seed=self.rng.randrange(2**31))
 
 
 # ---- what the target computed --------------------------------------------------------------------------------------

@@ -124,9 +124,7 @@ def new_head(recipe: Recipe, model: Model, ids: Tensor, taps: tuple[int, ...], s
         config = replace(config, taps=taps, fc_norm=newer, norm_output=newer)
     if isinstance(recipe, BlockRecipe):
         shape = replace(shape, layers=recipe.layers, qk_norm=True, qkv_bias=False, output_bias=False, mlp_bias=False)
-        config = DFlashConfig(
-            recipe.kind, shape, taps, ids, block_size=recipe.block_size, mask_token=recipe.mask_token
-        )
+        config = DFlashConfig(recipe.kind, shape, taps, ids, block_size=recipe.block_size, mask_token=recipe.mask_token)
         if kind is DSparkHead:
             rank = recipe.markov_rank
             config = DSparkConfig(**vars(config), rank=rank, confidence=shape.hidden_size + rank)

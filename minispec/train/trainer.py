@@ -40,9 +40,7 @@ class Trainer:
     parts: how many replies each part has, in their order; by default all are one part.
     """
 
-    def __init__(
-        self, recipe: Recipe, features: Features, folder: Path, tell: Tell, parts: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, recipe: Recipe, features: Features, folder: Path, tell: Tell, parts: Sequence[int] = ()) -> None:
         self.recipe, self.features, self.folder, self.tell = recipe, features, folder, tell
         self.model, self.replies = model, replies = features.model, features.sequences
         self.held_out = held_out(replies)

@@ -1,6 +1,6 @@
 """aider: one question, answered in its `ask` mode, with its repository map and default settings.
 
-    python tests/clients/scripted.py --call '{"name": "none", "arguments": {}}'
+python tests/clients/scripted.py --call '{"name": "none", "arguments": {}}'
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Anthropic's client: whole and streamed answers, a loop of tools, thinking handed back, counts, errors.
 
-    python tests/clients/scripted.py --call '{"name": "add", "arguments": {"a": 1}}'
+python tests/clients/scripted.py --call '{"name": "add", "arguments": {"a": 1}}'
 """
 
 from __future__ import annotations

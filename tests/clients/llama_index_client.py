@@ -1,6 +1,6 @@
 """llama-index: an agent of its workflows calls a tool, reads the result, and answers.
 
-    python tests/clients/scripted.py --call '{"name": "add", "arguments": {"a": 1}}'
+python tests/clients/scripted.py --call '{"name": "add", "arguments": {"a": 1}}'
 """
 
 from __future__ import annotations

@@ -62,8 +62,8 @@ def adder(asked: list[int]) -> agents.Tool:
 async def ask_for_both(url: str) -> None:
     """Run agents that have a tool and a typed answer: the scripted model calls, and then there is the answer.
 
-        python tests/clients/scripted.py --call '{"name": "add", "arguments": {"a": 1, "b": 2}}'
-        python tests/clients/run.py openai-agents --scripted
+    python tests/clients/scripted.py --call '{"name": "add", "arguments": {"a": 1, "b": 2}}'
+    python tests/clients/run.py openai-agents --scripted
     """
     agents.set_tracing_disabled(True)
     client = openai.AsyncOpenAI(base_url=url + "/v1", api_key="None", max_retries=0)

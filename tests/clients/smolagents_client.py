@@ -1,6 +1,6 @@
 """smolagents: an agent that calls a tool by the API, twice, whole and streamed, and must end with `final_answer`.
 
-    python tests/clients/scripted.py --call '{"name": "final_answer", "arguments": {"answer": "Paris it is"}}'
+python tests/clients/scripted.py --call '{"name": "final_answer", "arguments": {"answer": "Paris it is"}}'
 """
 
 from __future__ import annotations

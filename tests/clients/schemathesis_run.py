@@ -10,8 +10,9 @@ A server for it, with a short context because many requests set no limit, and ma
 there. Name one field that constrains the output at a time, since two are refused. Options of schemathesis' own may
 follow, as `--include-path /v1/responses`.
 
-Three things are checked of every answer: no 5xx but 503, a status that is documented, a content type that is. Whether
-valid bodies are taken and others refused is left to the test suite: ranges are not part of the description.
+Three things are checked of every answer: no 5xx but 503 (529 in messages), which a server gives before it is ready, a
+status that is documented, a content type that is. Whether valid bodies are taken and others refused is left to the test
+suite: ranges are not part of the description.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance"
 SETTINGS = """
 [checks.not_a_server_error]
-expected-statuses = ["2XX", "4XX", 503]
+expected-statuses = ["2XX", "4XX", 503, 529]
 """
 
 

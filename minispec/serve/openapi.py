@@ -45,7 +45,7 @@ def document(version: str) -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "minispec", "version": version, "description": "OpenAI's and SGLang's endpoints."},
-        "security": [{"key": []}, {}],  # whether a key is needed the operator says
+        "security": [{"key": []}, {}],  # the operator decides whether a key is needed
         "paths": paths,
         "components": {
             "schemas": {**schemas["$defs"], "Error": ERROR},

@@ -83,7 +83,7 @@ class Message:
         self._say(text)
 
     def completes_call(self, text: str) -> bool:
-        """Do what `feed` does, and return whether there is a call: the `Request.ends` of a request for one call only."""
+        """Do what `feed` does, and return whether there is a call: `Request.ends` where only one is wanted."""
         self.feed(text)
         return self.called
 

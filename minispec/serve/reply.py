@@ -237,7 +237,7 @@ class Reply:
 
 
 class EventReply(Reply):
-    """An answer whose stream tells of the blocks of one message, in typed events, the last of which has a type of its own."""
+    """An answer whose stream tells of the blocks of one message, in typed events; the last has a type of its own."""
 
     end = b""
 

@@ -1,4 +1,4 @@
-"""How much there is to read: lines, statements and tokens of a package.
+"""How much there is to read: lines, statements and tokens of a package (`python -m benchmarks.yardstick_lines`).
 
 Lines are those of the file, empty ones included. Statements are the nodes of `ast.stmt`; a docstring is one, since it
 is an expression statement, and is left out. Tokens are those of `tokenize` that Python acts on: neither comments nor
@@ -57,13 +57,11 @@ def size_of_files(paths: Iterable[Path]) -> Size:
     return Size(*map(sum, zip(*sizes, strict=True))) if sizes else Size(0, 0, 0, 0)
 
 
-def sizes(package: Path, step: Iterable[str]) -> dict[str, Size]:
-    """Return the sizes of a package, of its top level, and of what a decode step leads through.
+def sizes(package: Path) -> dict[str, Size]:
+    """Return the sizes of a package and of its top level."""
+    return {"package": size_of_files(package.rglob("*.py")), "top level": size_of_files(package.glob("*.py"))}
 
-    step: paths of files with an executed line, relative to the package.
-    """
-    return {
-        "package": size_of_files(sorted(package.rglob("*.py"))),
-        "top level": size_of_files(sorted(package.glob("*.py"))),
-        "default decode step": size_of_files(package / name for name in sorted(step)),
-    }
+
+if __name__ == "__main__":
+    for part, size in sizes(Path(__file__).resolve().parent.parent / "minispec").items():
+        print(f"{part}: {size}")

@@ -30,7 +30,7 @@ _tuned: set[Step] = set()
 
 
 def tuned(function: Step) -> Step:
-    """Mark a function with an LM head: on CUDA that product is tuned, but in float32."""
+    """Mark a function with an LM head: on CUDA the kernel of this product is searched for, except in float32."""
     _tuned.add(function)
     return function
 
@@ -38,12 +38,12 @@ def tuned(function: Step) -> Step:
 def autotuned(function: Step, heads: bool = True) -> Step:
     """Return `function` compiled for CUDA, with as much of "max-autotune" as pays. See `shared_by_batches`.
 
-    heads: whether LM heads are tuned.
+    heads: whether the kernels of LM heads are searched for.
 
-    On an H200 Triton had a faster kernel for LM heads, and none for a large model's block with several rows, while the
-    search took 4 to 8 seconds a product (docs/log.md). A product of one row becomes a kernel that reads the weights
-    once and belongs to its neighbours; there "coordinate descent" finds the sizes of its blocks. Attention is never
-    tuned: its kernel is given, and would be run on lists as long as the pool.
+    On an H200 the search found a kernel of Triton's that beat cuBLAS's for LM heads, and none for a large model's block
+    with several rows, and it took 4 to 8 seconds a product (docs/log.md). In a block that reads one row, Triton joins
+    each product with the operations around it; "coordinate descent" searches the tile sizes of these kernels. Attention
+    is never tuned: its kernel is fixed, and a search would run it on block lists as long as the whole pool.
     """
     if function in _tuned:
         return shared_by_batches(_compiled(function, {"max_autotune_gemm": True} if heads else None))

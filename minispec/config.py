@@ -116,8 +116,8 @@ class Config:
     )  # fmt: skip
     trust_remote_code: bool = _flag(False, "Model", "accepted and without effect: code of a model repo never runs here")
     random_seed: int | None = _flag(
-        None, "Model", "seed of the seeds drawn for requests without one, and of dummy weights; default: another "
-        "at each start, 0 for weights", low=0, high=2**63 - 1,
+        None, "Model", "what seeds of requests without one, and dummy weights, are drawn from; default: another at "
+        "each start, 0 for weights", low=0, high=2**63 - 1,
     )  # fmt: skip
     enable_deterministic_inference: bool = _flag(
         False, "Model", "a request's text depends on its prompt, parameters and seed alone in bfloat16 too, and the "

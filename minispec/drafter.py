@@ -86,7 +86,7 @@ class TreeSize(NamedTuple):
     """The static size of a tree."""
 
     nodes: int  # N, root included
-    depth: int  # the edges on the longest path
+    depth: int  # the edges on the longest path that the drafter itself makes; a looked-up tree may be deeper
     steps: int | None = None  # S, the rounds of drafting; None: the trees are not grown in rounds
 
 

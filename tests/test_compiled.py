@@ -1,8 +1,7 @@
 """Compiled functions in files, called directly: the bits of torch.compile, for nothing but what they were made for.
 
 The tokens of the direct path are tested in test_engine.py and test_standalone.py, which let nothing through Dynamo
-after warm-up. Here every call of a block and of a draft head is made three ways, as `benchmarks/bits.py` does with the
-default model.
+after warm-up. Here every call of a block and of a draft head is made three ways (`three_ways.py`).
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ import pytest
 import torch
 from exactness import CPU, Oracle, build, forget_graphs, request, run, tiny_model, truth_of
 from test_engine import MODEL, eagle3
+from three_ways import ThreeWays
 from torch import Tensor, nn
 
-from benchmarks.bits import ThreeWays
 from minispec.compiled import Key
 from minispec.cpu import files as files_module
 from minispec.cpu.direct import from_files

@@ -35,26 +35,26 @@ from minispec.cpu.files import Loaded, find
 
 
 def prepare() -> None:
-    """Import Inductor, for which the first graph would wait, and tell it what every process of ours must agree on.
+    """Import Inductor ahead of the first graph, and set the options that all processes with one cache must share.
 
-    What is told is part of the key that it looks graphs up by, so all who share its cache call this.
+    These options are part of the key under which Inductor caches a graph.
     """
-    # Every function is traced once, so what the operations of one trace tell the next is not worth keeping.
+    # This cache keeps the results of traced operations for later traces; here every function is traced only once.
     torch._dynamo.config.fake_tensor_cache_enabled = False
-    os.environ.setdefault("TORCH_WARM_POOL", "0")  # processes that compile for CUDA alone
+    os.environ.setdefault("TORCH_WARM_POOL", "0")  # a pool of processes that compile for CUDA only
     from torch._inductor import compile_fx, config, cpp_builder, cpu_vec_isa  # noqa: F401
 
-    # Unset, it would be missing from the key, and code be made for another number of threads.
+    # If this were unset, the key would lack it, and a process could load code made for another number of threads.
     config.cpp.threads = torch.get_num_threads()
-    # A compiler that knows the newest instructions knows all. Unless told so, Inductor compiles a long file for each
-    # kind, which takes fifteen seconds.
+    # A compiler that knows the newest vector instructions knows the older ones too. Otherwise Inductor would test each
+    # kind by compiling a long file, fifteen seconds in all.
     newest = [cpp_builder.get_cpp_compiler(), "-mavx512bf16", "-mamx-bf16", "-E", "-x", "c++", os.devnull]
     if config.cpp.vec_isa_ok is None and subprocess.run(newest, capture_output=True, check=False).returncode == 0:
         config.cpp.vec_isa_ok = True
 
 
 class _Noted(threading.local):
-    """Whether this thread compiles what is in no file."""
+    """Whether this thread may compile a function that no file holds."""
 
     compiles = True
 
@@ -64,7 +64,7 @@ _noted = _Noted()
 
 @contextmanager
 def from_files() -> Iterator[None]:
-    """Within this, what is in no file is not compiled; NotMade is raised in its place."""
+    """Within this context a function that no file holds is not compiled: `NotMade` is raised."""
     _noted.compiles = False
     try:
         yield
@@ -108,10 +108,11 @@ class DirectStep:
 
 @contextmanager
 def any_size(args: Sequence[Any], key: Key) -> Iterator[None]:
-    """Within this, a graph that is traced for such a key takes other batch sizes and lengths as well.
+    """Within this context a graph that is traced for `key` gets symbols for the batch size and the lengths.
 
-    Of the key's tensors it says which dimensions those are. Of the arguments they are 0 and 1, as in x [B, T, d], or 2,
-    as in the rotary factors [B, 1, T, D]; none where there are few rows. A size of one stays a constant of the graph.
+    `key.any_size` names the dimensions of the key's tensors that get symbols. Of each argument these are dimension 0
+    and 1, as in x [B, T, d], or 0 and 2, as in the rotary factors [B, 1, T, D]. If the key has few rows (`key.few`), no
+    dimension of the arguments gets one. A dimension of size one stays a constant of the graph.
     """
     if not key.any_size:
         yield
@@ -124,7 +125,7 @@ def any_size(args: Sequence[Any], key: Key) -> Iterator[None]:
         torch._dynamo.maybe_mark_dynamic(tensor, [at for at in dimensions if tensor.shape[at] != 1])
     from torch.fx.experimental import _config  # here, since importing it takes a while
 
-    # Two sizes that happen to be equal now need not be so later, and a computed one that is one now need not stay so.
+    # Do not specialise: sizes that are equal in this trace may differ in later calls, and a size of one may grow.
     with cast(Any, _config).patch(use_duck_shape=False, backed_size_oblivious=True):
         yield
 

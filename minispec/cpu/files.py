@@ -79,7 +79,7 @@ def described(value: Any) -> Any:
 
 
 def _holds(fact: Any, value: Any) -> bool:
-    """Return whether what a file says of a value is true of this one."""
+    """Return whether what a file describes holds for this value."""
     if not isinstance(fact, list) or not isinstance(value, Tensor):
         return bool(fact == described(value))
     kind, sizes, layout = fact
@@ -101,7 +101,7 @@ def _layout(tensor: Tensor, sizes: Sequence[int | None]) -> bool | list[int]:
 
 
 def _same(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return, for each expression that gives the tensor of an earlier one, that one."""
+    """Return {expression: the earlier expression that gives the same tensor}."""
     first: dict[int, str] = {}
     pairs = {name: first.setdefault(id(value), name) for name, value in values.items() if isinstance(value, Tensor)}
     return {name: other for name, other in pairs.items() if name != other}
@@ -262,7 +262,7 @@ def _first(path: Path, function: Callable[..., Any], args: Sequence[Any]) -> Loa
                 return None
             if isinstance(code, Loaded):
                 return code
-        except Exception as error:  # what a damaged file or another release's makes of unpickling is anybody's guess
+        except Exception as error:  # unpickling a damaged file, or one of another release, may raise anything
             logger.warning("%s cannot be loaded and is made anew: %s: %s", place, type(error).__name__, error)
             place.unlink(missing_ok=True)
             return None

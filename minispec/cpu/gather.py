@@ -1,4 +1,4 @@
-"""Attention by gathering: a request's rows are copied together, then PyTorch's own attention or what is faster.
+"""Attention by gathering: a request's rows are copied together, and PyTorch's attention, or a faster one, reads them.
 
 It reads the same pool, plan and visibility as `PagedFlex`, without FlexAttention, whose CPU kernel asks its mask for
 every pair of query and key. A CPU always runs it, compiled or not, and CUDA where nothing is compiled. In compiled code

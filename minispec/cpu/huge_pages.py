@@ -58,7 +58,7 @@ def move_to_huge_pages(device: torch.device) -> None:
 
 def move_when_idle() -> None:
     """Move weights to huge pages, whenever the processor is idle; for a thread beside an engine that serves."""
-    with suppress(AttributeError, OSError):  # where there is no such thing it takes its share
+    with suppress(AttributeError, OSError):  # without this policy the thread runs at the usual priority
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread alone
     move_to_huge_pages(torch.device("cpu"))
 
@@ -87,13 +87,13 @@ def zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         begin = tensor.data_ptr()
         start, end = _whole(begin, begin + tensor.nbytes)
         if start < end:
-            # A page that is huge would be taken as a whole for one row of it.
+            # In sparse memory, writing one row would make the kernel fill a whole huge page.
             _madvise(start, end, MADV_NOHUGEPAGE if _sparse else MADV_HUGEPAGE)
     return tensor if _sparse else tensor.zero_()
 
 
 def _allowed() -> bool:
-    """Return whether the system has huge pages for who asks."""
+    """Return whether the system gives huge pages to programs that ask for them."""
     return sys.platform.startswith("linux") and "[never]" not in _text_of(SETTING)
 
 

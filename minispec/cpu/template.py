@@ -36,7 +36,7 @@ def has_tiles() -> bool:
 
 
 def columns() -> int:
-    """Return how many outputs of a weight form a block. Other numbers were 8 to 20 % slower (docs/log.md)."""
+    """Return how many outputs of a weight form a block. Wider blocks were slower (docs/log.md)."""
     return 16 if has_tiles() else 32
 
 

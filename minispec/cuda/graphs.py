@@ -6,8 +6,8 @@ kernels with their arguments never changes. It is recorded for each shape, and f
 
 What a recording may not contain: a look at a value, a tensor made at the first call that is to outlive it, a number
 from Python that changes. `tests/test_capture.py` replays steps on a CPU in the way that a graph would. And as long as a
-graph lives, every tensor that it reads must stay the same object: a weight or a table that is put in another's place is
-not seen.
+graph lives, every tensor that it reads must stay the same object: a graph does not notice that a weight or a table was
+replaced.
 
 Read next: `engine.py`, whose steps are recorded.
 """

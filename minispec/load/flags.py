@@ -164,7 +164,7 @@ def flags_page() -> str:
         foreign.setdefault(reason, []).append((flag, accepted))
     lines, refused = [], []
     for reason, flags in foreign.items():
-        names = ", ".join(f"`{flag}`" for flag, _ in flags)
+        names = f"`{' '.join(flag for flag, _ in flags)}`"
         values = ", ".join(f"`{flag} {value}`" for flag, accepted in flags for value in sorted(accepted or ()))
         lines.append((names, reason)) if flags[0][1] is None else refused.append((names, reason, values))
     acting = []

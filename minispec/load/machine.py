@@ -83,7 +83,7 @@ def keep_freed_memory() -> bool:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Within this, where torch is about to be imported, Python looks for no garbage, nor at what is made here later on.
+    """Within this context Python collects no garbage; what was made in it is never collected. For the import of torch.
 
     Importing makes half a million objects. All of them stay, but each search for garbage would go through them: for a
     second of the start, and in a pause of every request that runs into one.

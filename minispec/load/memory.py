@@ -330,7 +330,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def unsaid() -> Iterator[None]:
-    """Log nothing from this thread: what an outline would say, the load itself says."""
+    """Log nothing from this thread: the load itself will log what an outline would."""
     here = threading.get_ident()
     others = lambda record: record.thread != here  # noqa: E731
     logger.addFilter(others)

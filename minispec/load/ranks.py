@@ -87,7 +87,7 @@ def open_store(place: RankPlace, timeout_s: float) -> dist.Store:
 
 
 def _try_to_listen(host: str, port: int, timeout_s: float) -> None:
-    """Raise ValueError unless who connects to this address gets here; on machine 0."""
+    """Raise ValueError unless this address leads to this machine, which is machine 0."""
     try:
         both = socket.has_dualstack_ipv6()
         with socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET,

@@ -61,7 +61,7 @@ SHORT = 32  # integers that go in one message, their number the first; the rest 
 
 
 class RanksParted(SystemExit):
-    """Rank 0 cannot reach the others, or a step ended halfway on it: there is nothing to go on with, so all end."""
+    """Rank 0 cannot reach the other ranks, or a step ended halfway on rank 0. No rank can go on, so all end."""
 
     ends_server = True
 
@@ -181,7 +181,7 @@ class Lead(SharedLink):
             torch.zeros_like(logits[..., 0], dtype=torch.int64), logits, {}))  # fmt: skip
 
     def tell(self, name: str, numbers: Sequence[int] = ()) -> None:
-        """Have the others do the same."""
+        """Have the other ranks make the same call."""
         self.ranks.call(name, numbers)
 
     @contextmanager

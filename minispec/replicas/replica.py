@@ -127,7 +127,7 @@ class Replica:
         return answer
 
     async def put(self, name: str, arrays: tuple[Tokens, Tokens] | None) -> None:
-        """Draft from an external corpus, given as `Corpus` is, or no more; safe while the engine runs."""
+        """Add an external corpus, given by the fields of `Corpus`, or remove it; safe while the engine runs."""
         table = cast(Front, self._begun.front).corpora.table
         if table is not None:  # copies, since Ray's memory is for what is under way
             table.put(name, None if arrays is None else Corpus(*map(np.array, arrays)))

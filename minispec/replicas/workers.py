@@ -1,7 +1,7 @@
 """Replicas behind one door: who gets a request, and what becomes of it when its replica dies.
 
-The server is the door. It tokenizes, checks, draws seeds, and keeps a `Request` of its own for each, into which it
-takes what updates tell; so the rest of the server knows nothing of replicas.
+The server is the door. It tokenizes and checks requests and draws their seeds. It keeps a `Request` object for each
+request and adds the tokens of every update to it, so the rest of the server knows nothing of replicas.
 
 A text depends on its prompt and seed alone, not on where it is computed. So when a replica dies, its requests go
 elsewhere as they stand, with the tokens that were delivered, as if they had just been retracted. Clients see a pause.
@@ -109,7 +109,7 @@ class Replicas:
         return self._cluster
 
     def stop(self) -> None:
-        """Follow nobody any more; `join` ends the replicas."""
+        """Stop listening to all replicas; `join` ends them."""
         self._stopped = True
         for task in self._tasks:
             task.cancel()
@@ -205,7 +205,7 @@ class Replicas:
             place.last, place.incarnation, place.starts = place.incarnation, "", 0
 
     async def _open(self, place: Place) -> None:
-        """Let a replica that is ready have requests."""
+        """Send requests to a replica that is ready, from now on."""
         async with self._opening:
             if self.front is None:
                 facts: Facts = place.known["facts"]
@@ -380,7 +380,7 @@ class Replicas:
     # ---- external corpora ----------------------------------------------------------------------------------------
 
     def put(self, name: str, corpus: Corpus | None) -> None:
-        """Have all replicas draft from a corpus, or no more, those that start later too; not on the event loop."""
+        """Add a corpus to all replicas, those that start later too, or remove it; not on the event loop."""
         asyncio.run_coroutine_threadsafe(self._spread(name, corpus), self._loop).result()
 
     async def _spread(self, name: str, corpus: Corpus | None) -> None:

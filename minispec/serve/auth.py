@@ -1,9 +1,9 @@
 """Who may do what: two keys, TLS, which paths are open, and which web pages may ask and read.
 
 Without keys everything is open to programs. With --api-key every path needs it, but those that `routes.py` says need
-none, decided on the matched route and not on the path, which can be spelled in many ways. With --admin-api-key what
-changes the server for others needs that one, and it opens all the rest too. Keys are compared in constant time and
-never logged.
+none, decided on the matched route and not on the path, which can be spelled in many ways. With --admin-api-key a
+request that changes the server for others needs the admin key, which opens all other paths too. Keys are compared in
+constant time and never logged.
 
 A browser sends requests for whatever page is open in it, and does not need to show the page the answer for the request
 to act. So who has no key is asked where the request comes from: `Auth._check_page` has the rule.

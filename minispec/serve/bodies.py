@@ -1,4 +1,4 @@
-"""Bodies of requests, however slowly they come and whatever is in them: read within a time and a memory, then parsed.
+"""Bodies of requests: read within bounds of time and memory, then parsed.
 
 The bytes of all bodies under way are bounded too, since many clients who each send half a body and fall silent would
 otherwise fill the memory. Large bodies are parsed by a thread of their own.

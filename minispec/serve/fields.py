@@ -551,7 +551,7 @@ class Responses(Constrained, Prompted, Sampling):
         "ignored: nothing is cut, unless truncate_prompt_tokens says so"
     )
     include: Each[Literal["reasoning.encrypted_content"]] | None = does(
-        "nothing more than there is: reasoning items have their text, so nothing of them is encrypted"
+        "adds nothing: reasoning items have their whole text already, and none of it is encrypted"
     )
     metadata: (
         Annotated[

@@ -1,4 +1,4 @@
-"""What a server must know of the model that it serves to take requests and answer them, without the model itself.
+"""What a server must know of its model to take requests and answer them, without having the model.
 
 In one process it is read off the `LLM`. With replicas the process at the door has no model: a replica tells its
 `Facts`, and the door reads tokenizer and sampling defaults from the model's folder. Everything is constant, so any

@@ -1,4 +1,4 @@
-"""The assistant's message while it grows: text in, and out come blocks of reasoning, of text, and calls of tools.
+"""The assistant's message while it grows: text becomes blocks of reasoning, of text, and calls of tools.
 
 Read next: `replies/thoughts.py` and `replies/calls.py`, which take the text apart.
 """
@@ -83,7 +83,7 @@ class Message:
         self._say(text)
 
     def completes_call(self, text: str) -> bool:
-        """Do what `feed` does, and return whether there is a call: the `Request.ends` of who wants only one."""
+        """Do what `feed` does, and return whether there is a call: `Request.ends` where only one is wanted."""
         self.feed(text)
         return self.called
 

@@ -45,7 +45,7 @@ def document(version: str) -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "minispec", "version": version, "description": "OpenAI's and SGLang's endpoints."},
-        "security": [{"key": []}, {}],  # whether a key is needed the operator says
+        "security": [{"key": []}, {}],  # the operator decides whether a key is needed
         "paths": paths,
         "components": {
             "schemas": {**schemas["$defs"], "Error": ERROR},
@@ -87,21 +87,37 @@ _PLACES = {  # where a field stands -> its model
 }  # fmt: skip
 
 
+_TEXT = ("chat", "completions", "responses", "messages")  # the bodies that ask for text, but /generate's
+
+
+def _where(places: list[str]) -> str:
+    """Return the places where a field stands, with one word for those that most fields have."""
+    for word, native in (("all", "sampling_params"), ("all bodies", "generate")):
+        if {*_TEXT, native} <= {*places}:
+            return ", ".join([word, *(place for place in places if place not in (*_TEXT, native))])
+    return ", ".join(places)
+
+
 def tables() -> str:
     """Return the tables of docs/serving.md: what acts, what is refused, what is ignored."""
     acting: dict[tuple[str, str], list[str]] = {}
     for place, kind in _PLACES.items():
         for name, field in fields.acting(kind).items():
-            acting.setdefault((f"`{name}`", field.description or ""), []).append(place)
+            acting.setdefault((name, field.description or ""), []).append(place)
+    alike: dict[tuple[str, str], list[str]] = {}  # where, and what it does -> names
+    for (name, text), places in acting.items():
+        alike.setdefault((_where(places), text), []).append(name)
     passes = {
         why: [f"`{name}`: `{json.dumps(value)}`" for name in names.split() for value in fields.IDLE.get(name, ())]
         for why, names in fields.REFUSED.items()
     }
-    code = lambda names: ", ".join(f"`{name}`" for name in names.split())  # noqa: E731
+    code = lambda names: f"`{' '.join(names.split())}`"  # noqa: E731
     return "\n\n".join([
         "### Fields that act",
+        "In *all* are chat, completions, responses, messages, and the `sampling_params` of /generate; in *all bodies* "
+        "are the same, but of /generate the body itself.",
         markdown_table(("field", "in", "what it does"),
-               [(name, ", ".join(places), text) for (name, text), places in acting.items()]),
+               [(", ".join(f"`{name}`" for name in names), *row) for row, names in alike.items()]),
         "### Fields that are refused",
         "A 400 names the field where it asks for something. Null, false and empty values pass, and those of the last "
         "column. What the first table has for one place is refused in the others, if it stands here too.",

@@ -237,7 +237,7 @@ class Reply:
 
 
 class EventReply(Reply):
-    """An answer whose stream tells of the blocks of one message, in typed events; the last one says that it is that."""
+    """An answer whose stream tells of the blocks of one message, in typed events; the last has a type of its own."""
 
     end = b""
 

@@ -1,9 +1,9 @@
-"""Answers on their way to clients, however slowly those read: what waits for them, and for how long.
+"""Answers on their way to clients that read slowly: which updates wait, and for how long.
 
-The engine never waits for a client. What it gives is kept until the client's connection takes it: a few dozen steps one
-by one, and what comes on top as a part of the last of them, so that a reader who is behind gets the same text in fewer
-and larger events. Who stays more than `LAG` seconds behind is cut off: the stream ends with an error event, which lies
-in the socket should the reader come back within `GRACE` seconds.
+The engine never waits for a client. Its updates wait until the client's connection takes them. The first `BEHIND` of
+them wait one by one, and later ones are merged into the last, so a reader who is behind gets the same text in fewer and
+larger events. A reader who is more than `LAG` seconds behind is cut off: the stream ends with an error event, which the
+reader can still get within `GRACE` seconds.
 
 Read next: `server.py`, which has the exchanges; `reply.py` for what events say.
 """
@@ -32,14 +32,14 @@ GRACE = 5.0  # seconds in which a reader who was cut off may read why
 
 @dataclass(eq=False)
 class Waiting:
-    """What one or several steps gave a request, as if one had, until its reader takes it."""
+    """The update of one step for a request, or of several steps in one, which waits for the reader."""
 
     update: Update
     since: float = field(default_factory=time.monotonic)
 
 
 class Exchange:
-    """One HTTP request being answered: its job and the road on which its updates arrive."""
+    """One HTTP request being answered: its job, and the queue of updates that its reader has not taken yet."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -60,7 +60,7 @@ class Exchange:
             self.items.put_nowait(self.newest[update.request])
 
     def end(self, error: RequestError) -> None:
-        """Let the exchange end with an error, behind what waits already."""
+        """End the exchange with an error, which the reader gets after the updates that wait already."""
         self.items.put_nowait(error)
 
     async def next(self) -> Update:
@@ -76,9 +76,9 @@ class Exchange:
 
 
 async def leave(http: web.Request, response: web.StreamResponse, closing: bytes) -> None:
-    """Put the end of a stream behind what its reader has not taken, wait a little whether it is, and hang up."""
+    """Write the end of a stream, wait up to `GRACE` seconds until the reader has taken everything, and hang up."""
     logger.info("a stream is not read, and ends")
-    # To write puts it into the transport's buffer at once; only the waiting for the client would not come back.
+    # Writing fills the transport's buffer at once. Waiting for the client could last for ever, so it is a task.
     writing, end = asyncio.ensure_future(response.write_eof(closing)), time.monotonic() + GRACE
     await asyncio.sleep(0)
     while http.transport is not None and http.transport.get_write_buffer_size() and time.monotonic() < end:
@@ -142,7 +142,7 @@ async def _send_events(response: web.StreamResponse, exchange: Exchange, reply: 
 
 
 async def _written(writing: Any) -> None:
-    """Write; RequestError where the client takes nothing within `LAG`."""
+    """Wait for a write; raises RequestError if the client reads nothing for `LAG` seconds."""
     try:
         async with asyncio.timeout(LAG):
             await writing
@@ -156,7 +156,7 @@ def _cut(http: web.Request) -> None:
 
 
 async def delivered(http: web.Request, response: web.StreamResponse) -> web.StreamResponse:
-    """Send a whole answer, if it is not sent yet, and return it; who does not take it is cut off."""
+    """Send a whole answer, if it is not sent yet, and return it; cut off a client that does not read it in time."""
     try:
         if isinstance(response, web.Response):
             await response.prepare(http)
@@ -171,5 +171,5 @@ async def delivered(http: web.Request, response: web.StreamResponse) -> web.Stre
 
 @web.middleware
 async def delivering(http: web.Request, handler: Any) -> web.StreamResponse:
-    """Send the answers of all routes so."""
+    """Send the answer of any route by `delivered`."""
     return await delivered(http, await handler(http))

@@ -3,13 +3,13 @@
 On a CPU compiling takes minutes, and meanwhile the engine serves eagerly, at two thirds of the speed. Compiling in the
 server's own process would stop it for ten seconds at a time, since a compiler in Python holds the interpreter.
 
-Each process builds the same engine, all of whose layers are one without meaning (`build.rehearse`), is told one kind of
-step after the other (`steps_of`), and prints a line when the step's functions are in files (`cpu/files.py`). Then
-the engine thread loads them by the same function (`make_graphs`), between two steps of its own, in some tenths of a
-second. While all that is asked for is in files, no process is started.
+Each process builds the same engine, whose layers all share one layer of meaningless weights (`build.rehearse`). It is
+told one kind of step after the other (`steps_of`), and prints a line when the step's functions are in files
+(`cpu/files.py`). Then the engine thread loads them by the same function (`make_graphs`), between two steps of its own,
+in some tenths of a second. While files have all that is asked for, no process is started.
 
-The server has the processor before them (NICENESS), and they end with it, however that ends: when its standard input,
-a pipe from the server, closes, a process kills itself and the compilers that it started.
+The processes run at a lower priority than the server (NICENESS), and end when the server ends, in whatever way: when
+its standard input, a pipe from the server, closes, a process kills itself and the compilers that it started.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger("minispec")
 
 MADE = "made: "  # begins the lines that a process prints for steps
 HELD = 700 << 20  # bytes that a process holds, which uses one core
-# Were they nicer, a stream would be faster meanwhile, and leave them next to nothing once its own steps are compiled.
+# At a lower priority than this they would get next to no time beside a stream whose own steps are compiled.
 NICENESS = 5
 
 

@@ -1,4 +1,4 @@
-"""A step that does not end: seen after a time, said, and at twice that time the end of the process.
+"""A step that does not end: /health says so after a timeout, and at twice the timeout the process ends.
 
 Nothing in Python can interrupt a kernel that waits for ever, and a server that answers nobody looks alive from outside.
 So at the timeout /health turns 503 and the stacks of all threads go to stderr; at twice the timeout every client gets

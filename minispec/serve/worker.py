@@ -1,4 +1,4 @@
-"""The thread that owns an `LLM`: it loads it, does what its inbox asks, and repeats `updates = scheduler.step()`.
+"""The thread that owns an `LLM`: it loads the model, runs the commands in its inbox, and calls `scheduler.step()`.
 
 Commands (submit, abort, questions, stop) go through one inbox and run between two steps. Updates come back with exactly
 one `call_soon_threadsafe` per step, because a compiled CPU kernel holds the interpreter lock until it returns.
@@ -53,7 +53,7 @@ def build_sealed_llm(config: Config, progress: Callable[[str], None]) -> LLM:
     of FlexAttention could end in its eager fallback, a hundred times slower and silent.
     """
     llm = build_llm(config, progress)
-    import torch  # not before `build_llm`, which keeps the collector from what importing makes
+    import torch  # only now: `build_llm` imports torch with the garbage collector off, which makes a start faster
 
     llm.scheduler.engine.when_settled(lambda: torch.compiler.set_stance("fail_on_recompile"))
     return llm
@@ -72,7 +72,7 @@ class EngineThread(threading.Thread):
         self.error: BaseException | None = None
         self.ready_line = "The server is fired up and ready to roll!"  # in the log; scripts wait for SGLang's words
         self.lost = False  # whether this process can compute nothing any more
-        self.llm: LLM | None = None  # this thread's alone; what others may know of it is in `front`
+        self.llm: LLM | None = None  # only this thread may use it; `front` has what other threads may read
         self.warming: Warming | None = None
         self.front: Front | None = None  # known once ready
         self.loaded, self.stopped = threading.Event(), threading.Event()

@@ -8,8 +8,8 @@ Agents are run against a scripted model (tests/clients/scripted.py), with the ca
 These clients install heavily, or pin versions beside which others cannot be installed. Each gets a folder under
 ~/.cache/minispec/clients, made at its first run with the newest versions; those that need torch take that of the
 environment that runs this script, so run it in the server's. What this script does not know, as the `--examples` of
-schemathesis, it hands on. The lighter ones are in the test suite too, tests/test_clients.py. docs/serving.md has the
-versions that were run and what came out.
+schemathesis, it hands on. The lighter ones are in the test suite too, tests/test_clients.py. README.md beside this
+file has the versions that were run and what came out.
 """
 
 from __future__ import annotations

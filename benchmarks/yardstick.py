@@ -170,6 +170,7 @@ class Probe:
         prompts = [list(self.llm.tokenizer.encode(text * 8))[:32] for text in itertools.islice(TEXTS, batch)]
         requests = [self.llm.request(ids, params) for ids in prompts]
         for request in requests:
+            scheduler.validate(request)
             scheduler.submit(request)
         while not all(request.output_ids for request in requests):
             scheduler.step()

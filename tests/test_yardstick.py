@@ -56,7 +56,7 @@ def test_differences_are_told_by_item_and_by_line() -> None:
 
 def test_the_probe_times_steps_and_leaves_no_request() -> None:
     scheduler, probe, subject = SUBJECTS["eagle3-tree"].build(), Probe(), SUBJECTS["eagle3-tree"]
-    requests = iter(subject.requests(max_new_tokens=200))
+    requests = iter(subject.requests(max_new_tokens=40))
     probe.llm = SimpleNamespace(
         scheduler=scheduler,
         tokenizer=SimpleNamespace(encode=lambda text: text),

@@ -60,9 +60,9 @@ _IGNORED = ("EMPTY_NN_MODULE_HOOKS_DICT", "NOT_PRESENT_IN_GENERIC_DICT")
 
 
 def described(value: Any) -> Any:
-    """Return all that a graph may take for granted of a value, in JSON's types; None stands for a size from two on.
+    """Return all that a graph may take for granted of a value, in JSON's types; None stands for an open size.
 
-    It does so in a dimension that is marked as one of any length.
+    A size is open from two on, in a dimension that is marked as one of any length.
     """
     if isinstance(value, Tensor):
         marked = getattr(value, "_dynamo_weak_dynamic_indices", ())

@@ -95,7 +95,7 @@ class PagedGather:
         return self._layers[index]
 
     def _place(self, reach: int) -> tuple[Tensor, Tensor]:
-        """Return where the layers have a decode step's strip, of so many rows; they are told of a new reach."""
+        """Return the strip of a decode step with `reach` rows, which the layers read; tell them if `reach` is new."""
         layers = cast(list[GatherLayer], self._layers)
         first, batch = layers[0], self.plan.batch
         if "read" not in vars(first) or first.read.shape[1] != reach:

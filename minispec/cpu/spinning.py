@@ -6,8 +6,8 @@ times as long (docs/log.md).
 
 The library reads GOMP_SPINCOUNT once, when it is loaded. But its threads hardly spin while there are more of them than
 cores. So `Spinning` looks five times a second at what other processes do on these cores, and while they are busy it
-keeps a team of idle threads. A process that works in turn with this one, and not beside it, takes nothing away: what
-others do while our threads are idle does not count, nor do two busy looks, in which a turn may begin and end.
+keeps a team of idle threads. A process that works only while this one is idle takes nothing away. So a look does not
+count while our threads are idle, and two busy looks are not enough, since a turn of ours may begin and end in them.
 GOMP_SPINCOUNT or OMP_WAIT_POLICY in the environment is the user's own decision.
 """
 

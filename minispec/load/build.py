@@ -91,7 +91,7 @@ class Build:
                 self.model_config = tied_as_stored(self.model_config, self.folder, config.load_format)
         if self.model_config.sparse and config.quantization is not None:
             raise ValueError(_no_experts("--quantization", config.quantization))
-        # Whether the bits of a row may not depend on others. In float32 no text was seen to.
+        # Whether the bits of a row must not depend on other rows. In float32 no text was seen that depends on them.
         self.rowwise = config.enable_deterministic_inference and self.dtype != torch.float32
         if config.enable_deterministic_inference and (why := self._reason_against_rowwise()):
             raise ValueError(f"--enable-deterministic-inference: {why}; without the flag the model is served")

@@ -22,7 +22,7 @@ from minispec.replicas.replica import Replica, given_flags
 OBJECT_STORE = 80 * 2**20  # bytes, about the least that Ray takes: updates are small and stay out of it
 PATIENCE = 5.0  # seconds for an address to answer
 VARIABLES = {  # of Ray's, for a cluster of our own
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on those systems, and so here, a cluster is not for other machines
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # keeps a cluster on this machine, on Linux too
     "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_DEDUP_LOGS": "0", "RAY_COLOR_PREFIX": "0",
     "RAY_memory_monitor_refresh_ms": "0",  # it would kill a replica that loads weights into the last of memory
     "RAY_timeout_ms_task_wait_for_death_info": "100",  # a stream waits so long to learn why its replica is gone

@@ -95,8 +95,9 @@ class Auth:
         server's too, since a page may let its own name point at this address (DNS rebinding), which makes it the
         server's own page.
 
-        Browsers name site and mode to HTTPS and to loopback alone. So elsewhere no page, whichever it is, may ask by
-        GET for what acts; only a browser's own name tells its image from the request of a program.
+        Browsers send these headers only over HTTPS and to loopback addresses. Over plain HTTP elsewhere an image in a
+        page looks like the GET of a program. So there a browser, known by its User-Agent, may not ask by GET for what
+        acts.
         """
         host, origin = http.headers.get("Host", ""), http.headers.get("Origin")
         site, linked = http.headers.get("Sec-Fetch-Site"), http.headers.get("Sec-Fetch-Mode") == "navigate"

@@ -153,7 +153,7 @@ Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES), BeforeValidator(_whole)]
 Interval = Annotated[int, Field(ge=1), BeforeValidator(_whole)]  # tokens between two events
 Integers = told_apart("an integer or a list of integers", number=Whole, ids=Batch[Whole])
 Rows = told_apart("token ids or a list of such lists", ids=AnyIds, rows=Batch[AnyIds])
-# An object of any size, whose values are looked at one by one later: as a dict of numbers, a million errors.
+# An object of any size. Its values are checked one by one later: a dict of numbers could give a million errors.
 Biases = Annotated[dict[str, Any], WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}})]
 
 

@@ -64,7 +64,7 @@ Family = tuple[str, str, str, list[Sample]]  # kind, name, text
 
 
 def counters(scheduler: Scheduler, load: Mapping[str, Any]) -> list[Family]:
-    """Return the scheduler's families of now; runs on the engine thread, between two steps. `load`: `info.load_of`."""
+    """Return the scheduler's present families; runs on the engine thread, between two steps. `load`: `info.load_of`."""
     return [*_gauges(scheduler, load), *_totals(scheduler.metrics)]
 
 

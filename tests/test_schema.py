@@ -176,8 +176,8 @@ def test_every_field_that_openai_s_client_knows_is_known() -> None:
 def test_the_page_has_the_tables_of_the_models() -> None:
     page = (Path(__file__).parent.parent / "docs" / "serving.md").read_text("utf-8")
     assert openapi.tables() in page, "python -m minispec.serve.openapi prints them"
-    for name in ("`temperature`", "`tools`", "`user`", "`truncate_prompt_tokens`"):
-        assert name in openapi.tables()
+    for name in ("temperature", "tools", "user", "truncate_prompt_tokens"):
+        assert re.search(rf"[` ]{name}[` ]", openapi.tables())
 
 
 def test_the_page_names_every_route_that_answers() -> None:

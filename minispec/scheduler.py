@@ -140,7 +140,7 @@ class Scheduler:
 
     def restart_times(self) -> None:
         """Forget all step times but those that `warm_up.time_steps` measured."""
-        self.policy.restart(self.engine.step_seconds, self.engine.timed_rows)
+        self.policy.restart(self.engine.step_seconds)
 
     # ---- a request arrives -----------------------------------------------------------------------------------------
 
@@ -284,9 +284,9 @@ class Scheduler:
         started = time.perf_counter()
         engine, slots, before = self.engine, [request.slot for request in seats], self._disturbances()
         batch = engine.batch_of(len(slots))
-        kind = Kind.of(batch, engine.special(slots), max(request.kv_len for request in seats))
+        kind = Kind(batch, engine.special(slots))
         planned = self.policy.before(kind, self.sizes.shapes_of(batch), list(seats), lambda: engine.host_drafts(slots))
-        pending = engine.launch(slots, planned.choice.shape, planned.drafts)
+        pending = engine.launch(slots, planned.shape, planned.drafts)
         self._launching = NOT_LAUNCHING
         seconds = time.perf_counter() - started
         self.metrics.step_seconds += seconds
@@ -357,7 +357,7 @@ class Scheduler:
         alone = self._disturbances() == flight.disturbances and flight.pending.timed
         seconds = self._landed - began if alone else None
         # The policy learns from all emitted tokens, even from those after a stop: they too show what trees are worth.
-        self.policy.after(flight.planned, emitted, seconds, flight.pending.catching_up)
+        self.policy.after(flight.planned, emitted, seconds)
         if emitted:
             self._after_decode(flight, flight.planned, emitted, flight.seconds + waited)
 

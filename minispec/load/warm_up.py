@@ -148,7 +148,6 @@ def time_steps(engine: Engine, batch: int) -> None:
     # not decide how large trees are.
     times = [[step_seconds(engine, slots, shape, rows) for shape in timed] for _ in range(3)]
     engine.step_seconds |= {(batch, s): min(t) for s, t in zip(timed, zip(*times, strict=True), strict=True)}
-    engine.timed_rows = rows
     for slot in slots:
         kv.unmap(slot)
         engine.lens[slot : slot + 1].zero_()

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from minispec.metrics import Verified
+from minispec.acceptance import Verified
 
 logger = logging.getLogger("minispec")
 

@@ -37,9 +37,10 @@ from typing import Any
 
 import torch
 
+from minispec.acceptance import Kept, Verified
 from minispec.buffers import Chunk
 from minispec.engine import Engine, Pending
-from minispec.metrics import Kept, Load, Metrics, Verified
+from minispec.metrics import Load, Metrics
 from minispec.output import Output, TextMaker
 from minispec.policy import Kind, Planned, Policy
 from minispec.radix import Node, PrefixCache

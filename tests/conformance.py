@@ -44,6 +44,7 @@ from torch import Tensor
 from trained import BLOCK, sentence, trained_dflash, trained_dspark, trained_head, trained_like, trained_model
 
 import minispec.verify as verify_module
+from minispec.acceptance import Kept
 from minispec.beam import BeamDrafter
 from minispec.config import Config
 from minispec.dflash import DFlashDrafter
@@ -52,7 +53,6 @@ from minispec.dspark import DSparkDrafter
 from minispec.eagle import DraftHead, Eagle3Head, EagleHead, HeadConfig
 from minispec.load.drafters import make_drafter
 from minispec.load.tokenizer import byte_tokenizer
-from minispec.metrics import Kept
 from minispec.model import Model
 from minispec.mtp import MtpHead
 from minispec.ngram import NgramDrafter, NgramOptions

@@ -81,7 +81,7 @@ class Ours:
             scheduler.engine.drafter_seconds / steps * 1e3, m.host_seconds / steps * 1e3,
             steps / (m.step_seconds + m.host_seconds or 1.0), tuple(tuple(r.output_ids) for r in requests),
             m.shape_shares,
-            (shares["verify_steps"], shares["tokens"]) if scheduler.sizes.looks_up else None,
+            (shares["verify_steps"], shares["tokens"]) if scheduler.sizes.has_lookups else None,
             {str(n): round(times.total / sum(times.counts) * 1e3, 3) for n, times in sorted(m.step_times.items())},
         )  # fmt: skip
 

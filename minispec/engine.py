@@ -115,7 +115,7 @@ class Engine:
     """
 
     # Only if the target is split over several devices (ranks): unsplit copies of those weights that the drafter reads.
-    beside: Model | None = None
+    unsplit: Model | None = None
 
     def __init__(
         self,
@@ -296,15 +296,15 @@ class Engine:
 
     def decode(self, buffers: DecodeBuffers, needs: Needs) -> None:
         """Run the decode step that these buffers describe, and write its outputs."""
-        before, after = around = self.around(buffers, needs)
-        if around is not self.small.eager:
+        before, after = parts = self.parts_of(buffers, needs)
+        if parts is not self.small.eager:
             needs = next(covering for covering in COMPILED if needs <= covering)
         lens, root, drafted = self.begin(buffers, needs)
         tree, above, embedding, rope = before(self, buffers, lens, root, drafted)
         streams = self.model.run_blocks(embedding, rope, buffers.attend, self.drafter.taps)
         self.hand_over(buffers, after(self, buffers, lens, tree, above, streams, needs))
 
-    def around(self, buffers: DecodeBuffers, needs: Needs) -> Sequence[Step]:
+    def parts_of(self, buffers: DecodeBuffers, needs: Needs) -> Sequence[Step]:
         """Return `_before_blocks` and `_after_blocks`, compiled if `compile_small` chose this step."""
         return self.small.eager if needs and self.amended else self.small.of(buffers)
 

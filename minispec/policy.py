@@ -130,17 +130,17 @@ class Policy:
     """Chooses the shape of every step, and learns from every step."""
 
     def __init__(
-        self, trees: Mapping[int, int], adapts_from: float, looks_up: bool = False,
+        self, trees: Mapping[int, int], adapts_from: float, has_lookups: bool = False,
         allows: Callable[[int, int], bool] | None = None,
     ) -> None:  # fmt: skip
         """`trees`: the depth of each size of tree, by nodes.
 
         adapts_from: the smallest batch whose shapes are chosen. Smaller ones have the largest tree, if any drafts.
-        looks_up: whether a request takes either a looked-up tree or the head's. allows: whether a batch of so many
+        has_lookups: whether a request takes either a looked-up tree or the head's. allows: whether a batch of so many
         requests may draft trees of so many nodes; None: any may. The attribute `forced` is for tests and benchmarks: if
         set, this function chooses the shape of each step in which some request wants drafts.
         """
-        self.trees, self.adapts_from, self.looks_up, self.allows = dict(trees), adapts_from, looks_up, allows
+        self.trees, self.adapts_from, self.has_lookups, self.allows = dict(trees), adapts_from, has_lookups, allows
         self.times = Times({})
         self.forced: Callable[[Sequence[Shape]], Shape] | None = None
         self._shape = max((Shape(nodes, True) for nodes in self.trees), default=PLAIN)  # the shape in use
@@ -181,7 +181,7 @@ class Policy:
         plans = {} if sure else {shape: self._trees(shape, offered) for shape in shapes}
         shape = PLAIN if sure else forced or self._best(kind, plans, len(requests))
         trees = plans.get(shape, {})
-        if shape.drafts and self.looks_up and len(trees) == len(requests) and None not in trees.values():
+        if shape.drafts and self.has_lookups and len(trees) == len(requests) and None not in trees.values():
             shape = Shape(shape.nodes, False)  # all trees are looked up, so the head need not run
         return Planned(kind, shape, offered, trees)
 
@@ -190,7 +190,7 @@ class Policy:
         trees: dict[Request, Draft | None] = {}
         for request, draft in offered.items() if shape != PLAIN else ():
             found = draft if draft is not None and draft.match else None
-            drafted = shape.drafts and (draft is None or self.looks_up)  # whether the head drafts for the request
+            drafted = shape.drafts and (draft is None or self.has_lookups)  # whether the head drafts for the request
             if found and drafted and self.expected(request, found, shape) <= self.expected(request, None, shape):
                 found = None
             if request.speculative and (found or drafted):

@@ -121,7 +121,7 @@ class Scheduler:
         self._updates: list[Update] = []
         self._prefilled_last = False  # whether the newest step was a prefill step
         trees = {size.nodes: size.depth for size in engine.drafter.trees}
-        self.policy = Policy(trees, options.adapts_from, engine.drafter.looks_up, options.allows)
+        self.policy = Policy(trees, options.adapts_from, engine.drafter.has_lookups, options.allows)
         self.restart_times()
         self._landed = 0.0  # when the last step was collected, by `perf_counter`
 
@@ -163,8 +163,8 @@ class Scheduler:
         self.outputs[request] = Output(request, self.tokenizer, self.eos_ids)
         leader = request.leader
         # Whether it can use what its leader computes: a full page, or the log-probabilities of the prompt's tokens.
-        shares = request.asks_of_prompt or (self.cache.enabled and len(request.prompt_ids) > self.kv.page_size)
-        if request.max_new_tokens == 0 and not request.asks_of_prompt:
+        shares = request.wants_prompt_scores or (self.cache.enabled and len(request.prompt_ids) > self.kv.page_size)
+        if request.max_new_tokens == 0 and not request.wants_prompt_scores:
             self._close(request, Finish("length"))
         elif leader in self.outputs and not leader.prompt_done and shares:
             self.parked.setdefault(leader, []).append(request)
@@ -271,7 +271,7 @@ class Scheduler:
 
     def _launch(self) -> Flight | None:
         """Launch the next step; None if there is nothing to do before the flight lands."""
-        if any(request.needs_tokens for request in self.running):
+        if any(request.has_grammar for request in self.running):
             self._land_flight()
         decoding = [request for request in self.running if self._goes_on(request)]
         self._prefilled_last = bool(self.prefilling and not (decoding and self._prefilled_last))
@@ -599,10 +599,10 @@ class Scheduler:
             "max_total_num_tokens": self.limits.pool_rows,
             "max_req_input_len": self.limits.longest_prompt,
             "effective_max_running_requests_per_dp": self.sizes.max_running,
-            "speculative_num_steps": self.sizes.steps,
+            "speculative_num_steps": self.sizes.rounds,
             "speculative_eagle_topk": self.sizes.topk,
             "speculative_num_draft_tokens": self.sizes.own_nodes,
-            "speculative_lookup_num_draft_tokens": self.sizes.nodes if self.sizes.looks_up else None,
+            "speculative_lookup_num_draft_tokens": self.sizes.nodes if self.sizes.has_lookups else None,
             "drafter_seconds": self.engine.drafter_seconds,
             **self.metrics.stats(),
         }

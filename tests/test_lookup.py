@@ -48,14 +48,14 @@ def beside(head: BeamDrafter) -> Lookups:
 
 PAIRS = {
     "head": Subject(
-        lambda model: beside(BeamDrafter(trained_head(), steps=2, topk=3, nodes=N, smaller=(2, 5))),
+        lambda model: beside(BeamDrafter(trained_head(), rounds=2, topk=3, nodes=N, smaller=(2, 5))),
         model=trained_model,
         text=sentence,
     ),
     "chain": Subject(
-        lambda model: beside(BeamDrafter(trained_head(), steps=3, topk=1, nodes=4)), model=trained_model, text=sentence
+        lambda model: beside(BeamDrafter(trained_head(), rounds=3, topk=1, nodes=4)), model=trained_model, text=sentence
     ),
-    "standalone": Subject(lambda model: beside(StandaloneDrafter(DraftModel(model, VOCAB), steps=2, topk=2, nodes=5))),
+    "standalone": Subject(lambda model: beside(StandaloneDrafter(DraftModel(model, VOCAB), rounds=2, topk=2, nodes=5))),
 }
 
 
@@ -64,7 +64,7 @@ def bet(policy: Policy, takes: Callable[[], bool]) -> None:
     decide, expect = policy._trees, policy.expected
 
     def trees(shape: Shape, *offered: object) -> dict:
-        policy.expected = lambda request, draft, of: (draft is not None) * (1 + takes())
+        policy.expected = lambda request, draft, of: 1.5 if draft is None else 1 + takes()
         made = decide(shape, *offered)
         policy.expected = expect
         return made
@@ -346,15 +346,15 @@ def test_an_echo_is_what_followed_the_last_occurrence() -> None:
 
 def test_the_longest_match_drafts_and_what_is_expected_counts() -> None:
     both = Texts(NgramDrafter(NgramOptions(nodes=4)))
-    both.commit(1, [1, 2, 3, 4, 5, 6, 1, 2, 3])
-    both.commit(2, [9, 9, 2, 3, 7])
-    assert both.propose([1, 2])[0] == Draft([3, 4, 5, 6], [-1, 0, 1, 2], 3)
+    both.observe(1, [1, 2, 3, 4, 5, 6, 1, 2, 3])
+    both.observe(2, [9, 9, 2, 3, 7])
+    assert both.draft([1, 2])[0] == Draft([3, 4, 5, 6], [-1, 0, 1, 2], 3)
     both.hint(1, Hints([5, 6, 1, 2, 3, 30, 31]))
-    first = both.propose([1])[0]
+    first = both.draft([1])[0]
     assert (first.tokens, first.match) == ([3, 30, 31], 5)
     both.release(1)
-    both.commit(1, [5, 6, 1, 2, 3])
-    assert both.propose([1])[0].tokens[:2] != [3, 30], "what was expected of one request is not of the next"
+    both.observe(1, [5, 6, 1, 2, 3])
+    assert both.draft([1])[0].tokens[:2] != [3, 30], "what was expected of one request is not of the next"
 
 
 def test_ngram_keeps_to_its_share_of_the_time_unless_its_trees_are_given() -> None:
@@ -389,18 +389,18 @@ def test_indexing_stays_within_its_share_and_the_rest_waits(monkeypatch) -> None
     clock = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock.__setitem__(0, clock[0] + 1e-5) or clock[0])
     both = Texts(texts())
-    both.commit(1, list(range(50)) * 100)
+    both.observe(1, list(range(50)) * 100)
     for _ in range(100):
-        both.commit(1, [7])
+        both.observe(1, [7])
         before = clock[0]
-        both.propose([1])
+        both.draft([1])
         assert clock[0] - before < SHARE * 0.02 + 1e-4
         clock[0] += 0.02
     assert 2000 < len(both.shared._texts[1].waiting) < 4500, "some was indexed, and not all at once"
 
 
 def test_the_policy_takes_the_better_bet_and_spares_the_head_where_all_are_lookups() -> None:
-    policy, requests = Policy({5: 2, 10: 2}, adapts_from=1, looks_up=True), repeating(PAIRS["chain"], 2)
+    policy, requests = Policy({5: 2, 10: 2}, adapts_from=1, has_lookups=True), repeating(PAIRS["chain"], 2)
     shapes = (PLAIN, Shape(5, True), Shape(10, True), Shape(5, False), Shape(10, False))
     policy.restart({(2, shape): took for shape, took in zip(shapes, (1.0, 1.2, 1.3, 1.05, 1.15), strict=True)})
 
@@ -422,9 +422,10 @@ def test_the_policy_takes_the_better_bet_and_spares_the_head_where_all_are_looku
 def test_texts_are_looked_up_where_that_is_asked_for_beside_what_drafts_on_the_device() -> None:
     numbers = dict(speculative_num_steps=2, speculative_eagle_topk=4, speculative_num_draft_tokens=6)
     asked = Config(speculative_lookup=True)
-    assert asked.looks_up(True) and asked.looks_up(False) and not Config(speculative_lookup=False).looks_up(True)
-    assert Config().looks_up(True) and not Config().looks_up(False) and not Config(**numbers).looks_up(True)
-    assert not Config(speculative_algorithm="NGRAM", speculative_lookup=True).looks_up(True)
+    assert asked.has_lookups(True) and asked.has_lookups(False)
+    assert not Config(speculative_lookup=False).has_lookups(True)
+    assert Config().has_lookups(True) and not Config().has_lookups(False) and not Config(**numbers).has_lookups(True)
+    assert not Config(speculative_algorithm="NGRAM", speculative_lookup=True).has_lookups(True)
     assert lookup_nodes(Config(**numbers), 6) == 6 and lookup_nodes(asked, 6) == 8
     assert not Config(speculative_ngram_capacity=1000, speculative_lookup=True).notes, "they act beside a head"
     assert Config(speculative_ngram_capacity=1000, speculative_lookup=False).notes
@@ -435,9 +436,9 @@ def test_min_match_bounds_what_a_request_s_own_text_gives(least: int, found: int
     config = Config(speculative_algorithm="NGRAM", speculative_ngram_min_match_window_size=least, device="cpu")
     drafter = _texts(config, tiny_model())
     assert isinstance(drafter, Texts)
-    drafter.commit(1, [1, 2, 3, 4, 9, 2, 3])
+    drafter.observe(1, [1, 2, 3, 4, 9, 2, 3])
     assert drafter._echo(1).match == found
     drafter.hint(1, Hints([7, 2, 3, 8]))
     assert drafter._echo(1).match == found, "what is expected is bounded too"
-    drafter.commit(2, [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5])
+    drafter.observe(2, [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5])
     assert drafter._echo(2).match == 5 >= least

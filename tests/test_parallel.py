@@ -189,7 +189,7 @@ def test_on_two_ranks_every_drafter_gives_the_tokens_of_plain_decoding(name: str
     assert [r.output_ids for r in again] == _truth[id(model)][:2] and sum(r.cached_tokens for r in again) > 30
 
 
-SWITCHING = Subject(lambda model: BeamDrafter(random_head(Eagle3Head, model, taps=(1, 2)), steps=2, topk=3, nodes=10,
+SWITCHING = Subject(lambda model: BeamDrafter(random_head(Eagle3Head, model, taps=(1, 2)), rounds=2, topk=3, nodes=10,
                                               smaller=(2, 5)))  # fmt: skip
 
 

@@ -188,7 +188,7 @@ def test_a_slow_minute_is_not_taken_for_a_slow_shape() -> None:
 
 
 def test_matches_learn_from_a_guess_that_expects_nothing_of_chance() -> None:
-    policy, (one,) = Policy({12: 11, 4: 3, 2: 1}, 1, looks_up=True), some(1)
+    policy, (one,) = Policy({12: 11, 4: 3, 2: 1}, 1, has_lookups=True), some(1)
 
     def expected(nodes: int, match: int) -> float:
         return policy.expected(one, Draft([1, 2], [-1, 0], match), Shape(nodes, False))
@@ -204,7 +204,7 @@ def test_matches_learn_from_a_guess_that_expects_nothing_of_chance() -> None:
 
 def eagle3(steps: int = 3, topk: int = 2, nodes: int = 6, smaller: tuple[int, int] = (1, 3)) -> BeamDrafter:
     """Return a drafter with two tree sizes around a random head."""
-    return BeamDrafter(HEAD, steps=steps, topk=topk, nodes=nodes, smaller=smaller)
+    return BeamDrafter(HEAD, rounds=steps, topk=topk, nodes=nodes, smaller=smaller)
 
 
 with torch.inference_mode():
@@ -214,7 +214,7 @@ DRAFTERS: dict[str, tuple[Callable[[], Drafter | HostDrafter], dict[str, object]
     "ngram": (lambda: Texts(NgramDrafter(NgramOptions(nodes=8))), {"smaller": 4}),
     "oracle": (lambda: Oracle(truth_of(MODEL)), {"smaller": 4}),
     "eagle3": (eagle3, {}),
-    "standalone": (lambda: StandaloneDrafter(DraftModel(MODEL, VOCAB), steps=3, topk=3, nodes=8, smaller=(1, 3)), {}),
+    "standalone": (lambda: StandaloneDrafter(DraftModel(MODEL, VOCAB), rounds=3, topk=3, nodes=8, smaller=(1, 3)), {}),
 }
 
 

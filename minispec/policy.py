@@ -11,9 +11,9 @@ request verifies the tree that promises more. Then there are also shapes in whic
 verifies the tree looked up for it, or its root alone if there is none (`Shape.of_host`).
 
 A tree proposed on the host exists before the step. So even if the step does not verify this tree, the text shows later
-how many tokens the tree would have given. But nobody learns what a head would have drafted in a step that did not run
-it. So in such a step the head's means go a little way back to where they began, and after some hundred steps the head
-is tried again.
+how many tokens the tree would have given. But nobody learns what a head would have drafted in a step of another shape.
+So in such a step the mean of the head's trees goes a little way back to where it began, which is hopeful, and after
+some hundred steps these trees are tried again.
 
 `before` chooses a step's shape and the host's trees that the step verifies, and `after` learns from the result. Nothing
 here knows of tensors. The policy knows two things of a request: its identity, and whether it wants drafts.
@@ -38,11 +38,11 @@ TIME, PACE = 0.02, 0.1
 HICCUP = 2.0  # a step that took so many times as long as expected counts as one that took this long
 # The least weight of the newest tree in a mean: of the head over all requests, of the head in one request, of a match.
 ALL, OWN, MATCH = 0.01, 0.03, 0.03
-FIRST = 8  # how many trees of the head the mean counts for with which a record of the head begins
+FIRST = 16  # how many trees of the head the mean counts for with which a record of the head begins
 FIRST_MATCH = 4  # the same of a guess on a match
-CHANCE = 0.6  # the chance that a head's draft is accepted, assumed until the head was tried
+CHANCE = 0.8  # the chance that a head's draft is accepted, assumed until the head was tried, so that it is
 SHORT = 2  # a match of so few tokens may be chance
-FORGET = 0.002  # in a step without the head, its means go this part of the way back to where they began
+FORGET = 0.001  # in each step that does not try a tree, its mean goes this part of the way back to where it began
 
 
 class Kind(NamedTuple):
@@ -113,13 +113,13 @@ class Times:
 class Mean:
     """A mean that begins with a guess, which counts as some observations; the newest counts at least as `rate`."""
 
-    def __init__(self, guess: float, weight: int) -> None:
+    def __init__(self, guess: float, weight: float) -> None:
         self.value, self._seen = guess, weight
 
     def learn(self, value: float, rate: float) -> None:
         """Take in an observation."""
-        self._seen += 1
-        self.value += max(rate, 1 / self._seen) * (value - self.value)
+        self._seen = min(self._seen + 1, 1 / rate)
+        self.value += (value - self.value) / self._seen
 
     def forget(self, guess: float) -> None:
         """Go a part of the way back to the guess."""
@@ -178,7 +178,7 @@ class Policy:
         sure = forced == PLAIN or not wanting or len(shapes) == 1
         drafts = () if sure else offer()
         offered = dict(zip(requests, drafts or [None] * len(requests), strict=True))
-        plans = {} if sure else {shape: self._trees(shape, offered) for shape in shapes}
+        plans = {} if sure else {s: self._trees(s, offered) for s in ([forced] if forced else shapes)}
         shape = PLAIN if sure else forced or self._best(kind, plans, len(requests))
         trees = plans.get(shape, {})
         if shape.drafts and self.has_lookups and len(trees) == len(requests) and None not in trees.values():
@@ -236,18 +236,17 @@ class Policy:
         """
         if seconds is not None:
             self.times.add(planned.kind, planned.shape, seconds)
-        if not planned.shape.drafts:
-            for nodes, mean in self._all.items():
-                mean.forget(self._guess[nodes])
+        untried = [nodes for nodes in self.trees if planned.shape != Shape(nodes, True)]
+        for nodes in untried:
+            self._all[nodes].forget(self._guess[nodes])
         for request, tokens in emitted.items():
             if (draft := planned.offered[request]) is not None:
                 self.follow(request, draft, tokens)
             own = self._own.setdefault(request, {})
             if planned.verified(request)[0] == "head":
                 self._learn(own, planned.shape.nodes, len(tokens))
-            elif not planned.shape.drafts:
-                for nodes, mean in own.items():
-                    mean.forget(self._all[nodes].value)
+            for nodes in own.keys() & untried:
+                own[nodes].forget(self._all[nodes].value)
 
     def _learn(self, own: dict[int, Mean], nodes: int, tokens: int) -> None:
         """Learn how many tokens the head's tree of so many nodes emitted, in a request and over all."""

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from minispec import LLM, SamplingParams
+from minispec.acceptance import Verified
 from minispec.load.tokenizer import Tokenizer
-from minispec.metrics import Verified
 from minispec.request import Request
 from minispec.train.corpus import loops
 
@@ -73,7 +73,7 @@ class Ours:
             self.llm.serve(requests[i : i + batch])
         seconds = time.perf_counter() - start
         m = scheduler.metrics
-        steps, shares = max(m.shapes.total(), 1), m.lookup_shares
+        steps, shares = max(m.shapes.total(), 1), m.verified.lookup_shares
         return Run(
             sum(len(r.output_ids) for r in requests), seconds, m.step_seconds + m.host_seconds,
             m.verified.tokens.total(), m.verified,
@@ -81,7 +81,7 @@ class Ours:
             scheduler.engine.drafter_seconds / steps * 1e3, m.host_seconds / steps * 1e3,
             steps / (m.step_seconds + m.host_seconds or 1.0), tuple(tuple(r.output_ids) for r in requests),
             m.shape_shares,
-            (shares["verify_steps"], shares["tokens"]) if scheduler.sizes.looks_up else None,
+            (shares["verify_steps"], shares["tokens"]) if scheduler.sizes.has_lookups else None,
             {str(n): round(times.total / sum(times.counts) * 1e3, 3) for n, times in sorted(m.step_times.items())},
         )  # fmt: skip
 

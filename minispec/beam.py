@@ -69,9 +69,9 @@ class Inputs(NamedTuple):
     positions: Tensor  # [B, K] int64
 
 
-def candidate_count(steps: int, topk: int) -> int:
-    """Return the number of candidates of S = `steps` rounds with K = `topk` branches."""
-    return topk + (steps - 1) * topk * topk
+def candidate_count(rounds: int, topk: int) -> int:
+    """Return the number of candidates of S = `rounds` rounds with K = `topk` branches."""
+    return topk + (rounds - 1) * topk * topk
 
 
 def rerank(candidates: Candidates, root: Tensor, nodes: int, scores: Tensor | None = None) -> DraftTree:
@@ -173,9 +173,9 @@ class Beam(Key):
 
         live: [B, K] bool, all true: a frontier has no padding, and `Plan.fill` asks for it.
         """
-        assert size.steps is not None, "a beam grows in rounds"
-        self.batch, self.nodes, self.steps, self.live = batch, size.nodes, size.steps, live
-        self.plan = plan if size.steps > 1 else None  # with one round the network reads no frontier
+        assert size.rounds is not None, "a beam grows in rounds"
+        self.batch, self.nodes, self.rounds, self.live = batch, size.nodes, size.rounds, live
+        self.plan = plan if size.rounds > 1 else None  # with one round the network reads no frontier
 
     @property
     def of_batch(self) -> Sequence[Tensor]:
@@ -192,11 +192,11 @@ class BeamDrafter(Drafter):
 
     lookahead = 1  # row i depends on token i + 1, which is in the head's pair
     network: Any  # see `__init__`
-    steps: int
+    rounds: int
     topk: int
 
     def __init__(
-        self, network: Any, *, steps: int, topk: int, nodes: int, coupled: bool = True,
+        self, network: Any, *, rounds: int, topk: int, nodes: int, coupled: bool = True,
         smaller: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
         """network: an nn.Module with these members of `eagle.DraftHead`: name, taps, token_map, hidden_size, kv_heads,
@@ -205,16 +205,16 @@ class BeamDrafter(Drafter):
         smaller: rounds and nodes of the smaller size; None: there is one size.
         coupled: whether to draft with the noise of the target's picks; if not, drafts are the likeliest tokens.
         """
-        assert nodes <= candidate_count(steps, topk) + 1, "more nodes than candidates"
-        self.network, self.steps, self.topk, self.nodes, self.coupled = network, steps, topk, nodes, coupled
+        assert nodes <= candidate_count(rounds, topk) + 1, "more nodes than candidates"
+        self.network, self.rounds, self.topk, self.nodes, self.coupled = network, rounds, topk, nodes, coupled
         self.name, self.taps = network.name, network.taps
-        self.depth = min(steps, nodes - 1)
+        self.depth = min(rounds, nodes - 1)
         if smaller is not None:
-            assert smaller[0] <= steps and 1 < smaller[1] < nodes, "the smaller tree is the smaller one"
+            assert smaller[0] <= rounds and 1 < smaller[1] < nodes, "the smaller tree is the smaller one"
             assert smaller[1] <= candidate_count(smaller[0], topk) + 1, "more nodes than candidates"
             self.smaller = TreeSize(smaller[1], min(smaller[0], smaller[1] - 1), smaller[0])
         self.kv_shape = KVShape(1, network.kv_heads, network.head_dim)
-        self.window = self.scratch = (steps - 1) * topk  # W, the rows that all frontiers together take
+        self.window = self.scratch = (rounds - 1) * topk  # W, the rows that all frontiers together take
         self.run_network: Callable[..., Tensor] = type(network).forward
         self.take_in: Step = BeamDrafter._take_in
         self.small = Small(BeamDrafter._open, BeamDrafter._round, BeamDrafter._close)
@@ -234,7 +234,7 @@ class BeamDrafter(Drafter):
             live = torch.ones(batch, self.topk, dtype=torch.bool, device=kv.pool.device)
             self._beams |= {(batch, size.nodes): Beam(batch, size, plan, live) for size in self.trees}
         # The numbers of the rounds, as tensors, so that one graph serves every round.
-        self._rounds = [torch.full((), number, device=kv.pool.device) for number in range(self.steps + 1)]
+        self._rounds = [torch.full((), number, device=kv.pool.device) for number in range(self.rounds + 1)]
 
     def compile(self, compiler: Compiler) -> None:
         """Compile the network for frontiers, and what `commit` does."""
@@ -250,14 +250,14 @@ class BeamDrafter(Drafter):
             graphs[f"draft's frontiers, {self._attend(frontier).graph}"] = self._attend(frontier)
         return graphs
 
-    def around(self, nodes: int, samples: bool) -> list[str]:
+    def small_graphs(self, nodes: int, samples: bool) -> list[str]:
         """Return the names of the graphs of `_open`, `_round` and `_close`, where they run."""
-        steps = {size.nodes: size.steps or 1 for size in self.trees}[nodes]
+        rounds = {size.nodes: size.rounds or 1 for size in self.trees}[nodes]
         kind = "sampled" if samples and self.coupled else "greedy"
-        opening = "before the drafter" if steps > 1 else "before a drafter of one round"
-        rounds = [f"between the drafter's rounds, {kind}"] if steps > 2 else []
+        opening = "before the drafter" if rounds > 1 else "before a drafter of one round"
+        between = [f"between the drafter's rounds, {kind}"] if rounds > 2 else []
         closing = f"after the drafter, {nodes} nodes a tree"  # after one round no logits are left to be sampled from
-        return [f"{opening}, {kind}", *rounds, f"{closing}, {kind}" if steps > 1 else closing]
+        return [f"{opening}, {kind}", *between, f"{closing}, {kind}" if rounds > 1 else closing]
 
     def propose(self, batch: Batch) -> DraftTree:
         """Grow one tree per request; writes scratch rows beyond the committed ones in the drafter's own pages."""
@@ -266,10 +266,10 @@ class BeamDrafter(Drafter):
         open_, round_, close = self.small.eager if watched else self.small.of(beam)
         found, frontier, inputs = open_(self, beam, batch)
         candidates, states = [*found], None
-        for number in self._rounds[1 : beam.steps]:
+        for number in self._rounds[1 : beam.rounds]:
             assert inputs is not None and beam.plan is not None
             states = self._through(inputs, frontier.states, beam.plan)
-            if number is self._rounds[beam.steps - 1]:
+            if number is self._rounds[beam.rounds - 1]:
                 break
             found, frontier, inputs = round_(self, beam, batch, number, frontier, states)
             candidates += found
@@ -302,7 +302,7 @@ class BeamDrafter(Drafter):
         the fields of the candidates of all earlier rounds, one after the other.
         """
         if states is not None:
-            number = self._rounds[beam.steps - 1]
+            number = self._rounds[beam.rounds - 1]
             logits = self._couple(self.network.logits(states), batch, number)
             # Not `+=`: Dynamo of torch 2.11 adds no named tuple to a tuple.
             found = (*found, *branch(number, frontier, logits, states, self._to_target)[0])

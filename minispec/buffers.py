@@ -41,7 +41,7 @@ class Sizes:
     nodes: int  # N, the nodes of a draft tree, root included; of the larger tree if there are two sizes
     depth: int  # the edges on the longest path of a draft tree; a step emits at most A = depth + 1 tokens for a request
     scratch: int  # how many rows drafting writes beyond the committed ones
-    steps: int | None  # S, the rounds of drafting; None: the drafter does not draft in rounds
+    rounds: int | None  # S, the rounds of drafting; None: the drafter does not draft in rounds
     topk: int | None  # K, the branches of a round; None: there are no rounds
     batch_sizes: tuple[int, ...]  # the values of B, to which decode steps are padded: the batch buckets
     prefill_sizes: tuple[int, ...]  # the values of T, to which prefill steps are padded
@@ -49,7 +49,7 @@ class Sizes:
     both_up_to: int = 0  # the largest batch size that has trees of both sizes
     larger_up_to: int = 0  # the largest batch size that has the larger trees alone
     own_nodes: int = 1  # nodes of the drafter's own trees, without those that are looked up beside them
-    looks_up: bool = False  # whether steps may verify trees from a lookup in place of the drafter's
+    has_lookups: bool = False  # whether steps may verify trees from a lookup in place of the drafter's
 
     @classmethod
     def resolve(
@@ -65,11 +65,11 @@ class Sizes:
         powers |= {batch for batch in batches if batch < max_running}
         largest = -(-chunk_size // QUERY_BLOCK) * QUERY_BLOCK
         return cls(
-            context_length, max_running, chunk_size, drafter.nodes, drafter.depth, drafter.scratch, drafter.steps,
+            context_length, max_running, chunk_size, drafter.nodes, drafter.depth, drafter.scratch, drafter.rounds,
             drafter.topk, batch_sizes=tuple(sorted(powers | {max_running})),
             prefill_sizes=tuple(sorted({min(size, largest) for size in (128, 512, largest)})),
             smaller=drafter.smaller, both_up_to=max_running if both_up_to is None else both_up_to,
-            own_nodes=drafter.own_nodes or drafter.nodes, looks_up=drafter.looks_up,
+            own_nodes=drafter.own_nodes or drafter.nodes, has_lookups=drafter.has_lookups,
         )  # fmt: skip
 
     def shapes_of(self, batch: int) -> tuple[Shape, ...]:
@@ -80,10 +80,10 @@ class Sizes:
         larger trees. It is the smaller one too if small batches have the larger alone.
         """
         smaller = self.smaller.nodes if self.smaller else self.nodes
-        one = smaller if self.looks_up or self.steps is None or self.larger_up_to else self.nodes
+        one = smaller if self.has_lookups or self.rounds is None or self.larger_up_to else self.nodes
         both = {self.nodes} if batch <= self.larger_up_to else {smaller, self.nodes}
         trees = sorted((both if batch <= self.both_up_to else {one}) - {1})
-        looked_up = trees if self.looks_up else []
+        looked_up = trees if self.has_lookups else []
         return (PLAIN, *(Shape(n, True) for n in trees), *(Shape(n, False) for n in looked_up))
 
     @property
@@ -171,10 +171,10 @@ class DecodeBuffers(Key):
 
     def of_the_host(self) -> Self:
         """Return buffers on the same tensors for the step in which all trees are looked up (`Shape.of_host`)."""
-        twin = copy.copy(self)
-        twin.original = self  # the graphs and `ready` of the original serve the twin too
-        twin.shape, twin.name = self.shape._replace(drafts=False), f"{self.name}, all the host's"
-        return twin
+        buffers = copy.copy(self)
+        buffers.original = self  # the graphs and `ready` of the original serve these too
+        buffers.shape, buffers.name = self.shape._replace(drafts=False), f"{self.name}, all the host's"
+        return buffers
 
 
 class PrefillBuffers(Key):

@@ -462,7 +462,7 @@ class Config:
                 continue
             owners: tuple[str, ...] = ("NGRAM", *GROWN) if f.name in _SHARED else GROWN
             if f.name.startswith("speculative_ngram_"):
-                owners = ("NGRAM", *GROWN) if self.looks_up(self.device != "cuda") else ("NGRAM",)
+                owners = ("NGRAM", *GROWN) if self.has_lookups(self.device != "cuda") else ("NGRAM",)
             if f.name == "speculative_token_map":
                 continue  # `make_drafter` logs a line if the map is not used
             if self.is_own_drafter and not f.name.startswith(("speculative_ngram_", *BLOCKS)):
@@ -560,7 +560,7 @@ class Config:
         """Whether trees may have more than one size, because shapes are chosen and no flag gives numbers."""
         return self.adaptive and not self.gives_numbers
 
-    def looks_up(self, on_cpu: bool) -> bool:
+    def has_lookups(self, on_cpu: bool) -> bool:
         """Return whether texts are looked up beside a drafter that grows its trees on the device."""
         wanted = self.speculative_lookup
         if wanted is None:  # not on CUDA, where lookups would keep steps from overlapping

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 END = -1  # ends a document
 DEPTH = 32  # by how many tokens of their contexts places are ordered; twelve are often the same in several replies
-AROUND = 2048  # so many tokens before and behind the last match are looked through first
+NEAR = 2048  # so many tokens before and behind the last match are looked through first
 FARTHER = 3  # by so many tokens a match elsewhere must be longer than one near the last match
 CROWDED = 32  # of the places near the last match so many are compared
 SHORTEST = 5  # tokens of the shortest match far from the last one: fewer tokens match somewhere in any large text
@@ -68,8 +68,8 @@ class Corpus:
         back = list(after[-longest:])[::-1]
         best = self._longest(back)
         if near is not None and len(back) > 1:
-            begin = max(near - AROUND, 0)
-            part = self.tokens[begin : near + AROUND]
+            begin = max(near - NEAR, 0)
+            part = self.tokens[begin : near + NEAR]
             here = np.flatnonzero((part[1:] == back[0]) & (part[:-1] == back[1])) + begin + 2
             close = [(self._compare(back, int(at))[0], -abs(int(at) - near), int(at)) for at in here[:CROWDED]]
             if close and max(close)[0] + FARTHER > best[0]:

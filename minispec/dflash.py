@@ -150,7 +150,7 @@ class DFlashDrafter(Drafter):
     predict. `_open` and `_close` run before and after the network, and may be compiled.
     """
 
-    steps = 1
+    rounds = 1
     topk: int
 
     def __init__(
@@ -167,7 +167,7 @@ class DFlashDrafter(Drafter):
         self.network: DFlashHead = network
         self.name, self.taps, self.block, self.topk, self.coupled = network.name, network.taps, block, topk, coupled
         self.nodes, self.depth = nodes, min(drafts, nodes - 1)
-        self.smaller = None if smaller is None else TreeSize(smaller, min(drafts, smaller - 1), self.steps)
+        self.smaller = None if smaller is None else TreeSize(smaller, min(drafts, smaller - 1), self.rounds)
         self.scratch = block
         self.kv_shape = KVShape(len(network.layers), network.kv_heads, network.head_dim)
         self.small = Small(type(self)._open, type(self)._close)
@@ -194,7 +194,7 @@ class DFlashDrafter(Drafter):
         attends = [] if prefill else [self._attends[plan.batch]]
         return {f"draft, {attend.graph}": attend for attend in attends}
 
-    def around(self, nodes: int, samples: bool) -> list[str]:
+    def small_graphs(self, nodes: int, samples: bool) -> list[str]:
         """Return the names of the graphs of `_open` and `_close`."""
         kind = "sampled" if samples and self.coupled else "greedy"
         return ["before the drafter", f"after the drafter, {nodes} nodes a tree, {kind}"]

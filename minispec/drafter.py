@@ -87,7 +87,7 @@ class TreeSize(NamedTuple):
 
     nodes: int  # N, root included
     depth: int  # the edges on the longest path that the drafter itself makes; a looked-up tree may be deeper
-    steps: int | None = None  # S, the rounds of drafting; None: the trees are not grown in rounds
+    rounds: int | None = None  # S, the rounds of drafting; None: the trees are not grown in rounds
 
 
 class Batch(NamedTuple):
@@ -128,7 +128,7 @@ class Drafter(ABC):
     name: str
     nodes: int  # N, root included: the static size of the drafter's trees; of the larger ones if there are two sizes
     depth: int  # the edges on the longest path; A = depth + 1 is the most tokens that a step emits for a request
-    steps: int | None = None  # S, the rounds of drafting; None: the trees are not grown in rounds
+    rounds: int | None = None  # S, the rounds of drafting; None: the trees are not grown in rounds
     own_nodes: int | None = None  # nodes of the larger trees where no text is looked up beside them; None: as `nodes`
     smaller: TreeSize | None = None  # a second size of tree, smaller and no deeper; None: there is one size
     topk: int | None = None  # K, the branches of a round; None: there are no rounds
@@ -143,12 +143,12 @@ class Drafter(ABC):
     commits: bool = True  # whether the engine calls `commit`; False saves the work for a drafter without device state
     corpora: Corpora | None = None  # the external corpora that drafts may come from, if it looks texts up
     # Whether `host_drafts` looks trees up beside those of `propose`; each request verifies one of the two trees.
-    looks_up: bool = False
+    has_lookups: bool = False
 
     @property
     def trees(self) -> tuple[TreeSize, ...]:
         """The sizes of the drafter's trees, the smaller one first; empty if its tree is the root alone."""
-        larger = TreeSize(self.nodes, self.depth, self.steps)
+        larger = TreeSize(self.nodes, self.depth, self.rounds)
         return tuple(size for size in (self.smaller, larger) if size is not None and size.nodes > 1)
 
     @property
@@ -182,7 +182,7 @@ class Drafter(ABC):
         """
         return {}
 
-    def around(self, nodes: int, samples: bool) -> list[str]:
+    def small_graphs(self, nodes: int, samples: bool) -> list[str]:
         """Return a name for each graph around the network in a step with trees of N nodes.
 
         samples: whether `Batch` has temperatures. Batches of two and more share a graph, so it is not named by batch.
@@ -192,7 +192,7 @@ class Drafter(ABC):
     def host_drafts(self, slots: Sequence[int]) -> Sequence[Draft]:
         """Propose a tree per slot on the host, before a decode step.
 
-        A drafter that drafts inside the step returns none, unless it `looks_up`: then it offers trees here as well.
+        A drafter that drafts inside the step returns none, unless it `has_lookups`: then it offers trees here as well.
         The step may still be plain, or cut the trees to fewer nodes, or verify other trees for some slots.
         """
         return ()
@@ -201,7 +201,7 @@ class Drafter(ABC):
     def propose(self, batch: Batch) -> DraftTree:
         """Return trees of the shape [B, N] of `batch.tree`; N is one of the sizes in `trees`, the root is `batch.root`.
 
-        If the drafter `looks_up`, `batch.tree` has a looked-up tree for each request that verifies one, and a root
+        If the drafter `has_lookups`, `batch.tree` has a looked-up tree for each request that verifies one, and a root
         alone for the others.
 
         This runs inside the step: shapes are static, and the host reads no value. On CUDA the step is captured once and
@@ -242,8 +242,14 @@ class Plain(Drafter):
 # ---- drafters that work on lists of tokens ---------------------------------------------------------------------------
 
 
+OLDER = {"draft": "propose", "observe": "commit"}  # the methods of a `HostDrafter` and their former names
+
+
 class HostDrafter(ABC):
-    """A drafter that works on lists of tokens, between the steps: derive from it, and set `nodes` and `depth`."""
+    """A drafter that works on lists of tokens, between the steps: derive from it, and set `nodes` and `depth`.
+
+    A class that has the methods under their former names, `propose` and `commit`, works for one more version.
+    """
 
     name: str
     nodes: int  # N, root included: the most nodes of a tree
@@ -253,16 +259,26 @@ class HostDrafter(ABC):
     # Whether it gives nothing of a request with `Hints.private` to others. If not, it never hears of such requests.
     keeps_private = False
 
+    def __init_subclass__(cls) -> None:
+        """Let `draft` and `observe` call methods that the class has under their former names."""
+        super().__init_subclass__()
+        lacking = [new for new in OLDER if getattr(getattr(cls, new), "__isabstractmethod__", False)]
+        for new in (older := [new for new in lacking if hasattr(cls, OLDER[new])]):
+            setattr(cls, new, lambda self, *given, _old=OLDER[new], **named: getattr(self, _old)(*given, **named))
+        if older:
+            logger.warning("the drafter %s has methods under former names, which work for one more version: %s",
+                           cls.__name__, ", ".join(f"{OLDER[new]} is {new} now" for new in older))  # fmt: skip
+
     @abstractmethod
-    def propose(self, slots: Sequence[int]) -> list[Draft]:
+    def draft(self, slots: Sequence[int]) -> list[Draft]:
         """Return one tree per slot; its first token is the newest token of the slot's text."""
 
     @abstractmethod
-    def commit(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
-        """Take in the tokens just committed to a slot's text; again: whether a retracted request replays its text."""
+    def observe(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
+        """Take in the tokens added to a slot's text; again: whether a retracted request replays its own text."""
 
     def hint(self, slot: int, hints: Hints) -> None:  # noqa: B027  a drafter may ignore hints
-        """Take in what a slot's request says of its drafts; called before `commit`, once for each request."""
+        """Take in what a slot's request says of its drafts; called before `observe`, once for each request."""
 
     @abstractmethod
     def release(self, slot: int) -> None:
@@ -275,8 +291,8 @@ class HostDrafter(ABC):
 class HostTrees(Drafter):
     """A `HostDrafter` as a `Drafter`: its trees are checked, and uploaded with the step.
 
-    A tree that breaks invariant 1 of `tree.py` would index tensors wrongly or break exactness. Such a tree is dropped,
-    with an error in the log that names the drafter, and its request decodes plainly in that step.
+    A tree that breaks the invariant of `tree.py` would index tensors wrongly or break exactness. Such a tree is
+    dropped, with an error in the log that names the drafter, and its request decodes plainly in that step.
     """
 
     commits = False
@@ -292,7 +308,7 @@ class HostTrees(Drafter):
     def host_drafts(self, slots: Sequence[int]) -> list[Draft]:
         """Return the drafter's trees, with a root alone in place of each broken one."""
         heard = [slot for slot in slots if slot not in self._ignored]
-        offered = self.inner.propose(heard)
+        offered = self.inner.draft(heard)
         if len(offered) != len(heard):
             self._refuse(f"{len(offered)} trees for {len(heard)} requests")
             offered = []
@@ -316,7 +332,7 @@ class HostTrees(Drafter):
 
     def observe(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
         if slot not in self._ignored:
-            self.inner.commit(slot, tokens, again=again)
+            self.inner.observe(slot, tokens, again=again)
 
     def hint(self, slot: int, hints: Hints) -> None:
         if hints.private and not self.inner.keeps_private:

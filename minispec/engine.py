@@ -61,10 +61,7 @@ class Pending:
     outputs: Tensor  # [B, A + 2] int64 on the host: A tokens, how many of them were emitted, 1 if a logit was NaN
     ready: torch.cuda.Event | None  # this event tells when `outputs` is filled; None: `outputs` is filled already
     nodes: int = 1  # N, the nodes of each tree; a prefill step has 1
-    # When the launch began, by `perf_counter`, plus `catching_up`. So the time of a step leaves out the seconds in
-    # which the drafter caught up.
-    launched: float = 0.0
-    catching_up: float = 0.0  # the seconds in which the drafter took in its backlog, within the launch
+    launched: float = 0.0  # when the launch began, by `perf_counter`; a decode step's time includes catching up
     # Whether `collect` must still count the rows that this step adds to the backlog. True after a step with looked-up
     # trees alone, which adds a row for each emitted token. A plain step's one row was counted before the step.
     keeps: bool = False
@@ -118,7 +115,7 @@ class Engine:
     """
 
     # Only if the target is split over several devices (ranks): unsplit copies of those weights that the drafter reads.
-    beside: Model | None = None
+    unsplit: Model | None = None
 
     def __init__(
         self,
@@ -144,7 +141,6 @@ class Engine:
         self.drafter_seconds = 0.0  # the seconds that the drafter took on the host, between steps
         # The seconds of a step by batch size and shape, which `load/warm_up.py` measures.
         self.step_seconds: dict[tuple[int, Shape], float] = {}
-        self.timed_rows = 0  # how many committed rows each slot had when `step_seconds` were measured
         self.small = Small(Engine._before_blocks, Engine._after_blocks)  # compiles the two for some steps
         # The captured steps; `cuda/graphs.py` adds them.
         self.graphs: dict[tuple[DecodeBuffers | PrefillBuffers, Needs], torch.cuda.CUDAGraph] = {}
@@ -266,14 +262,11 @@ class Engine:
         # If one of the next two lines raises, only the step's requests are lost, since nothing has changed yet.
         buffers.upload(slots, [draft.cut(buffers.nodes) for draft in drafts])
         asked = self.asked.decode(buffers, slots)
-        began = time.perf_counter()
         self.changes += 1
         self.late.before(buffers, slots)
-        catching_up = time.perf_counter() - began
         captured = self.run(buffers, self.sampling.needs(slots), asked)
         keeps = buffers.nodes > 1 and self.late.keeps(buffers)
-        return self.pending(list(slots), buffers, asked, captured=captured, keeps=keeps,
-                             launched=started + catching_up, catching_up=catching_up)  # fmt: skip
+        return self.pending(list(slots), buffers, asked, captured=captured, keeps=keeps, launched=started)
 
     def special(self, slots: Sequence[int]) -> bool:
         """Return whether a step over these slots is slower than a greedy one: it samples, or gives more than tokens."""
@@ -303,15 +296,15 @@ class Engine:
 
     def decode(self, buffers: DecodeBuffers, needs: Needs) -> None:
         """Run the decode step that these buffers describe, and write its outputs."""
-        before, after = around = self.around(buffers, needs)
-        if around is not self.small.eager:
+        before, after = parts = self.parts_of(buffers, needs)
+        if parts is not self.small.eager:
             needs = next(covering for covering in COMPILED if needs <= covering)
         lens, root, drafted = self.begin(buffers, needs)
         tree, above, embedding, rope = before(self, buffers, lens, root, drafted)
         streams = self.model.run_blocks(embedding, rope, buffers.attend, self.drafter.taps)
         self.hand_over(buffers, after(self, buffers, lens, tree, above, streams, needs))
 
-    def around(self, buffers: DecodeBuffers, needs: Needs) -> Sequence[Step]:
+    def parts_of(self, buffers: DecodeBuffers, needs: Needs) -> Sequence[Step]:
         """Return `_before_blocks` and `_after_blocks`, compiled if `compile_small` chose this step."""
         return self.small.eager if needs and self.amended else self.small.of(buffers)
 

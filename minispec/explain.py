@@ -166,8 +166,9 @@ def explain(llm: LLM, request: Request, steps: int, screen: Screen) -> None:
     screen.line(("", ""))
     screen.table(table(trace.steps, laps))
     if laps:
-        tokens = sum(len(step["emitted"]) for step in trace.steps)
-        screen.line((f"accept length {tokens / len(laps):.2f}: {tokens} tokens in {len(laps)} steps", HEAD))
+        told = request.verified
+        length, tokens, count = told.accept_length, told.tokens.total(), told.steps.total()
+        screen.line((f"accept length {length:.2f}: {tokens} tokens in {count} steps", HEAD))
 
 
 class Worked(NamedTuple):

@@ -82,7 +82,7 @@ class LLM:
                 decode_log_interval=config.decode_log_interval,
                 random_seed=config.random_seed,
                 adapts_from=config.adapts_from(engine.device.type == "cuda"),
-                allows=allows(config, {size.nodes: size.steps for size in engine.drafter.trees}),
+                allows=allows(config, {size.nodes: size.rounds for size in engine.drafter.trees}),
                 greedy=config.verifies_greedily,
                 record_times=config.record_step_time,
             ),
@@ -155,8 +155,8 @@ class LLM:
 def startup_line(config: Config, scheduler: Scheduler) -> str:
     """Return the line of sizes to log at start, in SGLang's form."""
     pool, sizes = scheduler.limits.pool_rows, scheduler.sizes
-    shape = "" if sizes.steps is None else f"num_steps={sizes.steps}, eagle_topk={sizes.topk}, "
-    looked_up = f"lookup_draft_tokens={sizes.nodes}, " if sizes.looks_up else ""
+    shape = "" if sizes.rounds is None else f"num_steps={sizes.rounds}, eagle_topk={sizes.topk}, "
+    looked_up = f"lookup_draft_tokens={sizes.nodes}, " if sizes.has_lookups else ""
     weights = "" if config.quantization is None else f"quantization={config.quantization}, "
     return (
         f"{weights}max_total_num_tokens={pool}, chunked_prefill_size={sizes.chunk_size}, "

@@ -80,15 +80,15 @@ class Texts(HostDrafter):
     keeps_private = True
 
     def __init__(self, shared: NgramDrafter) -> None:
-        """shared: the drafter over the trie, which from now on indexes only within the time that `propose` gives it."""
+        """shared: the drafter over the trie, which from now on indexes only within the time that `draft` gives it."""
         self.shared, self.name, self.nodes, self.depth = shared, shared.name, shared.nodes, shared.depth
         self.shared.seconds, self.corpora = 0.0, shared.corpora
         self._own: dict[int, Echo] = {}
         self._expected: dict[int, Echo] = {}
-        self._began = time.perf_counter()  # when `propose` was last called
+        self._began = time.perf_counter()  # when `draft` was last called
         self._debt = 0.0  # the seconds that lookups took beyond their share
 
-    def propose(self, slots: Sequence[int]) -> list[Draft]:
+    def draft(self, slots: Sequence[int]) -> list[Draft]:
         """Return one tree per slot, a root alone where nothing is found, and index waiting tokens in the time left."""
         now = time.perf_counter()
         credit = SHARE * min(now - self._began, LONGEST_STEP) - self._debt
@@ -96,7 +96,7 @@ class Texts(HostDrafter):
         echoes = [self._echo(slot) for slot in slots]
         longest = self.shared.options.max_match
         open_ = [slot for slot, echo in zip(slots, echoes, strict=True) if echo.match < longest]
-        shared = dict(zip(open_, self.shared.propose(open_), strict=True))
+        shared = dict(zip(open_, self.shared.draft(open_), strict=True))
         drafts = [
             echo if echo.match >= (draft := shared.get(slot, NOTHING)).match_length else draft
             for slot, echo in zip(slots, echoes, strict=True)
@@ -114,11 +114,11 @@ class Texts(HostDrafter):
         special = self._expected[slot].draft(own.text, self.nodes, options.max_match, options.min_match)
         return special if special.match >= draft.match else draft
 
-    def commit(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
+    def observe(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
         """Take in the next tokens of a slot's text; the time counts as debt."""
         started = time.perf_counter()
         self._own.setdefault(slot, Echo()).extend(tokens)
-        self.shared.commit(slot, tokens, again=again)
+        self.shared.observe(slot, tokens, again=again)
         self._debt += time.perf_counter() - started
 
     def hint(self, slot: int, hints: Hints) -> None:
@@ -145,7 +145,7 @@ class Lookups(Drafter):
     step of the larger size, trees of the network with fewer than N nodes are padded.
     """
 
-    looks_up = True
+    has_lookups = True
 
     def __init__(self, head: Drafter, shared: NgramDrafter, vocab_size: int) -> None:
         """shared: the drafter over the trie. Its `nodes` are N, at least the nodes of the network's trees."""
@@ -153,7 +153,7 @@ class Lookups(Drafter):
         self.head, self.texts = head, HostTrees(Texts(shared), vocab_size)
         self.nodes, self.depth, self.corpora = shared.nodes, shared.nodes - 1, shared.corpora
         head.expect(self.nodes)
-        self.name, self.steps, self.topk, self.network = head.name, head.steps, head.topk, head.network
+        self.name, self.rounds, self.topk, self.network = head.name, head.rounds, head.topk, head.network
         self.taps, self.scratch, self.lookahead, self.kv_shape = head.taps, head.scratch, head.lookahead, head.kv_shape
         largest = head.trees[-1]
         widened = [] if largest.nodes == self.nodes else [largest._replace(nodes=self.nodes)]
@@ -180,8 +180,8 @@ class Lookups(Drafter):
     def attends(self, plan: Plan, prefill: bool) -> dict[str, PagedAttend]:
         return self.head.attends(plan, prefill)
 
-    def around(self, nodes: int, samples: bool) -> list[str]:
-        return self.head.around(self._grown[nodes], samples)
+    def small_graphs(self, nodes: int, samples: bool) -> list[str]:
+        return self.head.small_graphs(self._grown[nodes], samples)
 
     def host_drafts(self, slots: Sequence[int]) -> Sequence[Draft]:
         return self.texts.host_drafts(slots)

@@ -1,9 +1,6 @@
 """Counters of a running engine, and the two log lines operators read, in SGLang's words.
 
-Definitions, as in SGLang's log: a decode forward over B requests counts B verify steps. Accept len is the number of
-tokens that requests keep per verify step, the target's own token included; plain decoding has 1.00. Accept rate is the
-share of verified drafts that was accepted. Tokens behind a stop do not count. Every number about acceptance comes from
-a `Verified`. A throughput is tokens divided by the time in which there was work.
+What is accepted is counted in `acceptance.py`. A throughput is tokens divided by the time in which there was work.
 """
 
 from __future__ import annotations
@@ -16,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from minispec.acceptance import Kept, Verified
+
 logger = logging.getLogger("minispec")
 
 
@@ -26,45 +25,6 @@ class Load(NamedTuple):
     running: int  # requests that decode
     queued: int  # requests that wait
     tokens: int = 0  # rows of the requests that decode
-
-
-class Kept(NamedTuple):
-    """What a verify step gave one request."""
-
-    tokens: int  # how many of the step's tokens the request kept; tokens behind a stop are not kept
-    source: str | None = None  # the source of the drafts verified (`Planned.verified`); None: there were no drafts
-    drafted: int = 0  # drafts verified; of a head's tree all nodes but the root, padding included
-    accepted: int = 0  # how many of the tokens kept were drafts
-
-
-@dataclass
-class Verified:
-    """What verify steps gave, by the source of the drafts that they verified (`Kept.source`)."""
-
-    steps: Counter[str | None] = field(default_factory=Counter)
-    tokens: Counter[str | None] = field(default_factory=Counter)
-    drafted: Counter[str | None] = field(default_factory=Counter)
-    accepted: Counter[str | None] = field(default_factory=Counter)
-    depths: Counter[int] = field(default_factory=Counter)  # number of drafts accepted in a step -> number of such steps
-
-    def add(self, kept: Kept) -> None:
-        """Count a verify step of one request."""
-        tokens, source, drafted, accepted = kept
-        self.steps[source] += 1
-        self.tokens[source] += tokens
-        self.drafted[source] += drafted
-        self.accepted[source] += accepted
-        self.depths[accepted] += 1
-
-    @property
-    def accept_length(self) -> float:
-        """Tokens per verify step; 0 before the first."""
-        return self.tokens.total() / max(self.steps.total(), 1)
-
-    @property
-    def accept_rate(self) -> float:
-        """Accepted over verified drafts; 0 before the first."""
-        return self.accepted.total() / max(self.drafted.total(), 1)
 
 
 RECORDED = 1000  # how many of the newest step times are kept for each number of requests, where they are
@@ -118,12 +78,6 @@ class Metrics:
         """The share of decode forwards by nodes of a tree (key "1": plain steps); keys are strings, for JSON."""
         return {str(nodes): round(count / self.shapes.total(), 4) for nodes, count in sorted(self.shapes.items())}
 
-    @property
-    def lookup_shares(self) -> dict[str, float]:
-        """The share of verify steps whose tree was looked up, and the share of tokens that came from these steps."""
-        counts = {"verify_steps": self.verified.steps, "tokens": self.verified.tokens}
-        return {name: round(count["lookup"] / max(count.total(), 1), 4) for name, count in counts.items()}
-
     def stats(self) -> dict[str, Any]:
         """Return the totals as /server_info names them."""
         recorded = {str(batch): list(seconds) for batch, seconds in (self.recorded or {}).items()}
@@ -139,7 +93,7 @@ class Metrics:
             "tree_steps": self.shapes.total() - self.shapes[1],
             "plain_steps": self.shapes[1],
             "speculative_shape_shares": self.shape_shares,
-            "speculative_lookup_shares": self.lookup_shares,
+            "speculative_lookup_shares": self.verified.lookup_shares,
             "step_seconds": self.step_seconds,
             "host_seconds": self.host_seconds,
         }
@@ -194,11 +148,10 @@ class Metrics:
             return
         self.last, self._window = self._window, Verified()
         self.last_throughput = self.last.tokens.total() / max(now - self._window_start, 1e-9)
-        accept = f", accept len: {self.last.accept_length:.2f}, accept rate: {self.last.accept_rate:.2f}"
         logger.info(
             "Decode batch, #running-req: %d, #token: %d, token usage: %.2f%s%s, gen throughput (token/s): %.2f, "
             "#queue-req: %d",
-            load.running, load.tokens, load.usage, accept if self.nodes > 1 else "", self._graph(captured),
+            load.running, load.tokens, load.usage, self.last.log() if self.nodes > 1 else "", self._graph(captured),
             self.last_throughput, load.queued,
         )  # fmt: skip
         self._window_start = now

@@ -412,7 +412,7 @@ class NgramDrafter(HostDrafter):
         self._texts: dict[int, _Text] = {}  # by slot
         self._line: deque[_Text] = deque()  # the texts that have tokens waiting
 
-    def propose(self, slots: Sequence[int]) -> list[Draft]:
+    def draft(self, slots: Sequence[int]) -> list[Draft]:
         """Do one step's indexing, then return one tree per slot; raises KeyError for a slot without tokens."""
         self.tick()
         return [self._longer(slot, self._draft(self._texts[slot])) for slot in slots]
@@ -446,7 +446,7 @@ class NgramDrafter(HostDrafter):
             text.expected = _Text(Trie(self.options), waiting=deque(hints.prediction))
             self._line.appendleft(text.expected)
 
-    def commit(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
+    def observe(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
         """Take in the next tokens of a slot's text, even those whose rows the prefix cache had.
 
         A retracted request, one that went back to the queue, commits its text once more in its next slot. `again` marks

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from minispec.metrics import Verified
+from minispec.acceptance import Verified
 
 logger = logging.getLogger("minispec")
 
@@ -340,12 +340,12 @@ class Request:
         return self.prompt_ids + self.output_ids
 
     @property
-    def needs_tokens(self) -> bool:
+    def has_grammar(self) -> bool:
         """Whether its next step needs the last step's tokens on the host: a grammar's mask depends on all tokens."""
         return self.params.grammar is not None
 
     @property
-    def asks_of_prompt(self) -> bool:
+    def wants_prompt_scores(self) -> bool:
         """Whether scores of its prompt are still missing."""
         return bool(self.unscored)
 

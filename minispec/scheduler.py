@@ -37,9 +37,10 @@ from typing import Any
 
 import torch
 
+from minispec.acceptance import Kept, Verified
 from minispec.buffers import Chunk
 from minispec.engine import Engine, Pending
-from minispec.metrics import Kept, Load, Metrics, Verified
+from minispec.metrics import Load, Metrics
 from minispec.output import Output, TextMaker
 from minispec.policy import Kind, Planned, Policy
 from minispec.radix import Node, PrefixCache
@@ -120,7 +121,7 @@ class Scheduler:
         self._updates: list[Update] = []
         self._prefilled_last = False  # whether the newest step was a prefill step
         trees = {size.nodes: size.depth for size in engine.drafter.trees}
-        self.policy = Policy(trees, options.adapts_from, engine.drafter.looks_up, options.allows)
+        self.policy = Policy(trees, options.adapts_from, engine.drafter.has_lookups, options.allows)
         self.restart_times()
         self._landed = 0.0  # when the last step was collected, by `perf_counter`
 
@@ -140,7 +141,7 @@ class Scheduler:
 
     def restart_times(self) -> None:
         """Forget all step times but those that `warm_up.time_steps` measured."""
-        self.policy.restart(self.engine.step_seconds, self.engine.timed_rows)
+        self.policy.restart(self.engine.step_seconds)
 
     # ---- a request arrives -----------------------------------------------------------------------------------------
 
@@ -162,8 +163,8 @@ class Scheduler:
         self.outputs[request] = Output(request, self.tokenizer, self.eos_ids)
         leader = request.leader
         # Whether it can use what its leader computes: a full page, or the log-probabilities of the prompt's tokens.
-        shares = request.asks_of_prompt or (self.cache.enabled and len(request.prompt_ids) > self.kv.page_size)
-        if request.max_new_tokens == 0 and not request.asks_of_prompt:
+        shares = request.wants_prompt_scores or (self.cache.enabled and len(request.prompt_ids) > self.kv.page_size)
+        if request.max_new_tokens == 0 and not request.wants_prompt_scores:
             self._close(request, Finish("length"))
         elif leader in self.outputs and not leader.prompt_done and shares:
             self.parked.setdefault(leader, []).append(request)
@@ -270,7 +271,7 @@ class Scheduler:
 
     def _launch(self) -> Flight | None:
         """Launch the next step; None if there is nothing to do before the flight lands."""
-        if any(request.needs_tokens for request in self.running):
+        if any(request.has_grammar for request in self.running):
             self._land_flight()
         decoding = [request for request in self.running if self._goes_on(request)]
         self._prefilled_last = bool(self.prefilling and not (decoding and self._prefilled_last))
@@ -284,9 +285,9 @@ class Scheduler:
         started = time.perf_counter()
         engine, slots, before = self.engine, [request.slot for request in seats], self._disturbances()
         batch = engine.batch_of(len(slots))
-        kind = Kind.of(batch, engine.special(slots), max(request.kv_len for request in seats))
+        kind = Kind(batch, engine.special(slots))
         planned = self.policy.before(kind, self.sizes.shapes_of(batch), list(seats), lambda: engine.host_drafts(slots))
-        pending = engine.launch(slots, planned.choice.shape, planned.drafts)
+        pending = engine.launch(slots, planned.shape, planned.drafts)
         self._launching = NOT_LAUNCHING
         seconds = time.perf_counter() - started
         self.metrics.step_seconds += seconds
@@ -357,7 +358,7 @@ class Scheduler:
         alone = self._disturbances() == flight.disturbances and flight.pending.timed
         seconds = self._landed - began if alone else None
         # The policy learns from all emitted tokens, even from those after a stop: they too show what trees are worth.
-        self.policy.after(flight.planned, emitted, seconds, flight.pending.catching_up)
+        self.policy.after(flight.planned, emitted, seconds)
         if emitted:
             self._after_decode(flight, flight.planned, emitted, flight.seconds + waited)
 
@@ -598,10 +599,10 @@ class Scheduler:
             "max_total_num_tokens": self.limits.pool_rows,
             "max_req_input_len": self.limits.longest_prompt,
             "effective_max_running_requests_per_dp": self.sizes.max_running,
-            "speculative_num_steps": self.sizes.steps,
+            "speculative_num_steps": self.sizes.rounds,
             "speculative_eagle_topk": self.sizes.topk,
             "speculative_num_draft_tokens": self.sizes.own_nodes,
-            "speculative_lookup_num_draft_tokens": self.sizes.nodes if self.sizes.looks_up else None,
+            "speculative_lookup_num_draft_tokens": self.sizes.nodes if self.sizes.has_lookups else None,
             "drafter_seconds": self.engine.drafter_seconds,
             **self.metrics.stats(),
         }

@@ -6,8 +6,8 @@ parents by tensor operations of static shape, so a graph of these operations can
 of one node, and a chunk of a prompt is a chain: a tree in which no node has two children. Tree attention comes from
 SpecInfer (arXiv 2305.09781).
 
-This file owns invariant 1: parents precede children, siblings hold distinct tokens, padding nodes hold -1. B is the
-number of requests of a step and N the number of nodes of a tree, both padded.
+This file owns the invariant of trees: parents precede children, siblings hold distinct tokens, padding nodes hold -1.
+B is the number of requests of a step and N the number of nodes of a tree, both padded.
 
 Read next: `verify.py`, which accepts a path of a tree; `attention.py` for the mask.
 """
@@ -71,7 +71,7 @@ def depth(ancestors: Tensor) -> Tensor:
 
 
 def problem(tokens: Sequence[int], parents: Sequence[int], nodes: int, vocab_size: int) -> str | None:
-    """Return what breaks invariant 1 in one request's tree, given as lists without padding; None if nothing does.
+    """Return what breaks the invariant in one request's tree, given as lists without padding; None if nothing does.
 
     The tree must also have at most `nodes` nodes, and ids below `vocab_size`. Node 0's token is not checked: the engine
     writes the root's token there.

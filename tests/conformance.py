@@ -44,6 +44,7 @@ from torch import Tensor
 from trained import BLOCK, sentence, trained_dflash, trained_dspark, trained_head, trained_like, trained_model
 
 import minispec.verify as verify_module
+from minispec.acceptance import Kept
 from minispec.beam import BeamDrafter
 from minispec.config import Config
 from minispec.dflash import DFlashDrafter
@@ -52,7 +53,6 @@ from minispec.dspark import DSparkDrafter
 from minispec.eagle import DraftHead, Eagle3Head, EagleHead, HeadConfig
 from minispec.load.drafters import make_drafter
 from minispec.load.tokenizer import byte_tokenizer
-from minispec.metrics import Kept
 from minispec.model import Model
 from minispec.mtp import MtpHead
 from minispec.ngram import NgramDrafter, NgramOptions
@@ -97,15 +97,15 @@ class Tally:
 
         scheduler.metrics.decode = counted
         if inner is not None:
-            propose = inner.propose
+            draft = inner.draft
 
             def offered(slots: Sequence[int]) -> list[Draft]:
-                drafts = propose(slots)
+                drafts = draft(slots)
                 self.asked += len(drafts)
                 self.proposed += sum(len(draft.tokens) > 1 for draft in drafts)
                 return drafts
 
-            inner.propose = offered
+            inner.draft = offered
 
 
 @dataclass(frozen=True)
@@ -154,13 +154,13 @@ def random_head(kind: type[DraftHead], model: Model, **switches: object) -> Draf
 
 def beams(head: Callable[[Model], DraftHead], **options: object) -> dict[str, Subject]:
     """Return the subjects of a head, by what their names end in: a chain and a tree."""
-    make = lambda steps, topk, nodes: lambda model: BeamDrafter(head(model), steps=steps, topk=topk, nodes=nodes)  # noqa: E731
+    make = lambda steps, topk, nodes: lambda model: BeamDrafter(head(model), rounds=steps, topk=topk, nodes=nodes)  # noqa: E731
     return {"chain": Subject(make(3, 1, 4), **options), "tree": Subject(make(3, 3, 8), **options)}
 
 
 def standalone(steps: int, topk: int, nodes: int, **options: object) -> Subject:
     """Return the subject of a model that drafts for itself."""
-    return Subject(lambda model: StandaloneDrafter(DraftModel(model, VOCAB), steps=steps, topk=topk, nodes=nodes),
+    return Subject(lambda model: StandaloneDrafter(DraftModel(model, VOCAB), rounds=steps, topk=topk, nodes=nodes),
                    **options)  # fmt: skip
 
 
@@ -381,10 +381,10 @@ def checks_of(subjects: dict[str, Subject], quick: Sequence[Callable[[Subject], 
 class Heard(Oracle):
     """An oracle that remembers the text for which it drafted last."""
 
-    def propose(self, slots: Sequence[int]) -> list[Draft]:
+    def draft(self, slots: Sequence[int]) -> list[Draft]:
         """Return a random tree per slot."""
         (self.heard,) = (list(self.texts[slot]) for slot in slots)
-        return super().propose(slots)
+        return super().draft(slots)
 
 
 def nodes_have_the_logits_of_their_own_paths(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

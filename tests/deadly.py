@@ -20,7 +20,7 @@ class Deadly(HostDrafter):
     def __init__(self, *given: object) -> None:
         self.texts: dict[int, list[int]] = {}
 
-    def propose(self, slots: Sequence[int]) -> list[Draft]:
+    def draft(self, slots: Sequence[int]) -> list[Draft]:
         """Return roots, after a while or never."""
         texts = [self.texts[slot] for slot in slots]
         if any(POISON in text[:80] and len(text) > 40 for text in texts):
@@ -29,7 +29,7 @@ class Deadly(HostDrafter):
             time.sleep(STEP)
         return [Draft([text[-1]], [-1]) for text in texts]
 
-    def commit(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
+    def observe(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
         """Remember the text."""
         text = self.texts.setdefault(slot, [])
         text.extend(tokens)

@@ -134,7 +134,7 @@ class Oracle(HostDrafter):
         self.depth = self.nodes - 1
         self.random = random.Random(self.seed)
 
-    def propose(self, slots: Sequence[int]) -> list[Draft]:
+    def draft(self, slots: Sequence[int]) -> list[Draft]:
         """Return a random tree per slot."""
         return [self._tree(self.texts[slot]) for slot in slots]
 
@@ -161,7 +161,7 @@ class Oracle(HostDrafter):
             parents.append(parent)
         return Draft(tokens, parents, match_length=1)
 
-    def commit(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
+    def observe(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
         """Remember the text."""
         self.texts.setdefault(slot, []).extend(tokens)
 
@@ -300,7 +300,7 @@ def chain(tokens: torch.Tensor) -> DraftTree:
 
 
 def check(tree: DraftTree) -> None:
-    """Raise AssertionError where `tree` breaks invariant 1; written apart from the engine's `tree.problem`."""
+    """Raise AssertionError where a tree breaks the invariant; written apart from the engine's `tree.problem`."""
     assert tree.tokens.shape == tree.parents.shape, f"shapes differ: {tree.tokens.shape}, {tree.parents.shape}"
     for row, (tokens, parents) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)):
         assert parents[0] == -1, f"row {row}: the root's parent is {parents[0]}, not -1"

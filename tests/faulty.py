@@ -30,7 +30,7 @@ class Faulty(HostDrafter):
         self.texts: dict[int, list[int]] = {}
         self.compiled = torch.compile(lambda x: x + 1, backend=slow_compiler)
 
-    def propose(self, slots: Sequence[int]) -> list[Draft]:
+    def draft(self, slots: Sequence[int]) -> list[Draft]:
         """Return roots, or fail."""
         wanted = {self.texts[slot][0] for slot in slots if len(self.texts[slot]) > 12}  # first some tokens come out
         if HANG in wanted:
@@ -44,7 +44,7 @@ class Faulty(HostDrafter):
                 self.compiled(torch.zeros(3))
         return [Draft([self.texts[slot][-1]], [-1]) for slot in slots]
 
-    def commit(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
+    def observe(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
         """Remember the text."""
         self.texts.setdefault(slot, []).extend(tokens)
 

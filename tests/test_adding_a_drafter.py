@@ -13,12 +13,13 @@ import pytest
 from conformance import (
     CHECKS,
     Subject,
+    assert_exact,
     greedy_alone_and_in_a_batch_of_eight,
     own,
     texts_that_repeat_are_drafted_for,
 )
 from conftest import slow_unless
-from exactness import VOCAB, Oracle, build, mixed_requests, run, tiny_model, truth_of
+from exactness import VOCAB, Oracle, build, mixed_requests, request, run, tiny_model, truth_of
 from test_layers import ROOT, missing_files
 from test_llm import CONFIG
 from test_memory import OPTIONS, folder_of
@@ -79,19 +80,19 @@ def test_the_drafters_of_the_page_refuse_every_flag_that_they_do_not_read(folder
 def test_the_page_names_every_method_of_a_drafter_on_the_host() -> None:
     methods = {name for name in vars(HostDrafter) if not name.startswith("_")}
     part = PAGE.partition("## What each part answers to")[2].partition("\n## ")[0]
-    assert methods > {"propose", "hint"} and methods <= set(re.findall(r"`(\w+)[(`]", part))
+    assert methods > {"draft", "observe", "hint"} and methods <= set(re.findall(r"`(\w+)[(`]", part))
 
 
 def test_the_chain_is_what_followed_the_last_two_tokens() -> None:
     assert len(CODE[0].strip().splitlines()) <= 32
     drafter = own(CHAIN).drafter(tiny_model()).inner
-    drafter.commit(1, [7, 8, 1, 2, 3, 7, 8, 4, 5, 6, 9, 9])
-    drafter.commit(1, [7, 8])
-    (draft,) = drafter.propose([1])
+    drafter.observe(1, [7, 8, 1, 2, 3, 7, 8, 4, 5, 6, 9, 9])
+    drafter.observe(1, [7, 8])
+    (draft,) = drafter.draft([1])
     assert (draft.tokens, draft.parents, draft.match_length) == ([8, 4, 5, 6, 9], [-1, 0, 1, 2, 3], 2)
     drafter.release(1)
-    drafter.commit(1, [7, 8])
-    (draft,) = drafter.propose([1])
+    drafter.observe(1, [7, 8])
+    (draft,) = drafter.draft([1])
     assert (draft.tokens, draft.match_length) == ([8], 0)
 
 
@@ -104,21 +105,21 @@ def test_the_example_without_a_server_runs(
     assert float(capsys.readouterr().out.split()[-1]) >= 1
 
 
-def test_commit_precedes_every_propose(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_observed_before_every_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: dict[int, list[int]] = {}
     fresh: set[int] = set()
 
     class Listener(Oracle):
-        def commit(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
-            super().commit(slot, tokens, again)
+        def observe(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
+            super().observe(slot, tokens, again)
             heard.setdefault(slot, []).extend(tokens)
             fresh.add(slot)
 
-        def propose(self, slots: Sequence[int]) -> list[Draft]:
-            assert set(slots) <= fresh, "between two trees of a slot lies a commit"
+        def draft(self, slots: Sequence[int]) -> list[Draft]:
+            assert set(slots) <= fresh, "between two trees of a slot tokens are observed"
             assert [texts[slot] for slot in slots] == [heard[slot] for slot in slots], "up to the root"
             fresh.difference_update(slots)
-            return super().propose(slots)
+            return super().draft(slots)
 
         def release(self, slot: int) -> None:
             super().release(slot)
@@ -141,24 +142,24 @@ def test_commit_precedes_every_propose(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_drafts_what_followed_before() -> None:
     drafter = own(TREE).drafter(tiny_model()).inner
-    drafter.commit(1, [1, 2, 3, 4, 5, 9, 2, 3, 7, 8])
-    drafter.commit(1, [2, 3])
-    (draft,) = drafter.propose([1])
+    drafter.observe(1, [1, 2, 3, 4, 5, 9, 2, 3, 7, 8])
+    drafter.observe(1, [2, 3])
+    (draft,) = drafter.draft([1])
     # After 2 3 came 7 8 2 3 lately, and 4 5 9 2 3 7 before; 3 alone adds nothing to them.
     assert draft.tokens == [3, 7, 8, 2, 3, 4, 5, 9, 2, 3, 7] and draft.match_length == 2
     assert draft.parents == [-1, 0, 1, 2, 3, 0, 5, 6, 7, 8, 9]
     drafter.release(1)
-    drafter.commit(1, [2, 3])
-    assert drafter.propose([1])[0].tokens == [3]
+    drafter.observe(1, [2, 3])
+    assert drafter.draft([1])[0].tokens == [3]
 
 
 def test_its_trees_are_trees_and_every_branch_stood_in_the_text() -> None:
     rng, drafter, text = random.Random(0), own(TREE).drafter(tiny_model()).inner, []
     for _ in range(300):
         new = [rng.randrange(4) for _ in range(rng.randrange(1, 4))]
-        drafter.commit(5, new)
+        drafter.observe(5, new)
         text += new
-        (draft,) = drafter.propose([5])
+        (draft,) = drafter.draft([5])
         assert len(draft.tokens) <= drafter.nodes and draft.tokens[0] == text[-1]
         assert len(set(zip(draft.parents, draft.tokens, strict=True))) == len(draft.tokens)
         paths = [[text[-1]]]
@@ -175,16 +176,45 @@ def test_the_page_names_files_that_exist_and_the_flags_it_shows_parse() -> None:
     assert config.algorithm == TREE and config.draft_tokens == 8
 
 
+OLDER = """
+from minispec.drafter import Draft, HostDrafter
+class Older(HostDrafter):
+    name, nodes, depth = "older", 4, 3
+    def __init__(self, config, *target): self.texts = {}
+    def commit(self, place, tokens, again=False): self.texts.setdefault(place, []).extend(tokens)
+    def propose(self, places): return [self.repeated(self.texts[place]) for place in places]
+    def repeated(self, text): return Draft([text[-1], *text[-4:-1]], [-1, 0, 1, 2][:len(text[-4:])], 3)
+    def release(self, place): self.texts.pop(place, None)
+class Heir(Older):
+    name = "heir"
+"""
+
+
+def test_a_drafter_with_the_former_names_of_its_methods_runs_and_one_line_says_so(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "older_drafter.py").write_text(OLDER)
+    for name in ("Older", "Heir"):
+        subject = own(f"older_drafter:{name}")
+        scheduler = subject.build()
+        requests = [request(f"r{i}", [i, 5, 9, i, 5, 9], max_new_tokens=20) for i in range(3)]
+        run(scheduler, requests)
+        assert_exact(subject, requests)
+        assert scheduler.metrics.verified.steps["host"] > 10 and not scheduler.engine.drafter.inner.texts
+    (line,) = [record.getMessage() for record in caplog.records if "former names" in record.getMessage()]
+    assert "Older" in line and "propose is draft now, commit is observe now" in line
+
+
 BROKEN = """
 from minispec.drafter import HostDrafter
 class Stranger:
     pass
 class Half(HostDrafter):
     def __init__(self, config, *target): pass
-    def propose(self, slots): return []
+    def draft(self, slots): return []
 class Nameless(Half):
     nodes, depth = 4, 3
-    commit = release = print
+    observe = release = print
 class Wide(Nameless):
     name, nodes = "wide", 129
 """
@@ -197,7 +227,7 @@ class Wide(Nameless):
         ("minispec.nowhere:Drafter", "there is no module minispec.nowhere on the Python path"),
         ("broken_drafter:Drafter", "broken_drafter has no class Drafter; it has Stranger, Half, Nameless, Wide"),
         ("broken_drafter:Stranger", "Stranger must derive from HostDrafter or Drafter of minispec/drafter.py"),
-        ("broken_drafter:Half", "Half lacks the methods commit, release; see"),
+        ("broken_drafter:Half", "Half lacks the methods observe, release; see"),
         ("broken_drafter:Nameless", "Nameless must set name; see"),
         ("broken_drafter:Wide", r"nodes must be in \[1, 128\] and depth in \[0, nodes - 1\], got 129 and 3"),
     ],

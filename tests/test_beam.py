@@ -78,7 +78,7 @@ HEADS = {
 
 def drafter(steps: int, topk: int, nodes: int, head: nn.Module = HEAD, coupled: bool = True) -> BeamDrafter:
     """Return a fresh drafter."""
-    return BeamDrafter(head, steps=steps, topk=topk, nodes=nodes, coupled=coupled)
+    return BeamDrafter(head, rounds=steps, topk=topk, nodes=nodes, coupled=coupled)
 
 
 @torch.inference_mode()
@@ -525,7 +525,7 @@ def test_ties_never_keep_a_child_without_its_parent() -> None:
     certain = torch.full((1, VOCAB), -1e9)
     certain[0, 7] = 0.0  # probability 1: every child ties with its parent
     for nodes in range(2, candidate_count(4, 3) + 2):
-        candidates = grow(certain, lambda: certain[:, None].expand(-1, 3, -1), steps=4, topk=3)
+        candidates = grow(certain, lambda: certain[:, None].expand(-1, 3, -1), rounds=4, topk=3)
         tree = rerank(candidates, torch.tensor([1]), nodes)
         check(tree)
         above = ancestors(tree.parents)[0]

@@ -80,26 +80,26 @@ def test_a_corpus_keeps_its_text_until_another_one_has_a_clearly_longer_match() 
 def test_a_private_request_drafts_from_its_own_text_and_the_corpus_that_it_names(made: Any) -> None:
     drafter = made(NgramOptions(nodes=4))
     drafter.corpora.put("c", corpus(list(range(28, 36))))
-    drafter.commit(1, [1, 2, 3, 4, 5])
+    drafter.observe(1, [1, 2, 3, 4, 5])
     drafter.hint(2, Hints(private=True))
     drafter.hint(3, Hints(private=True, corpus="c"))
-    drafter.commit(2, [11, 12, 13, 14, 11, 12, 13])
-    drafter.commit(3, [9, *range(28, 34)])
+    drafter.observe(2, [11, 12, 13, 14, 11, 12, 13])
+    drafter.observe(3, [9, *range(28, 34)])
 
     def drafted() -> list[list[int]]:
         if isinstance(drafter, Texts):  # or there is no time to look at what others wrote
             drafter._began, drafter._debt = 0.0, -1e9
-        return [draft.tokens[1:] for draft in drafter.propose([1, 2, 3])]
+        return [draft.tokens[1:] for draft in drafter.draft([1, 2, 3])]
 
     assert drafted()[1:] == [[14, 11, 12], [34, 35]], "its own text, and the corpus it names"
-    drafter.commit(2, list(range(28, 34)))
+    drafter.observe(2, list(range(28, 34)))
     assert drafted()[1] == [], "not the corpus that it does not name"
-    drafter.commit(2, [2, 3])
-    drafter.commit(1, [12, 13])
-    drafter.commit(3, [14, 13])
+    drafter.observe(2, [2, 3])
+    drafter.observe(1, [12, 13])
+    drafter.observe(3, [14, 13])
     assert drafted() == [[], [], []], "nobody drafts from another's text"
     drafter.release(2)
-    drafter.commit(2, [3, 14, 13])
+    drafter.observe(2, [3, 14, 13])
     assert drafted()[1] == [], "a slot's next request neither"
 
 

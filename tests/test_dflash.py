@@ -756,7 +756,7 @@ def made(folder: Path, **flags: Any) -> Any:
 def test_flags_give_the_block_and_the_tree(flags: dict, shape: tuple[int, int, int], folder: Path) -> None:
     drafter = made(folder, **flags)
     assert (drafter.block, drafter.topk, drafter.nodes) == shape
-    assert drafter.steps == 1 and drafter.lookahead == 0 and drafter.depth == shape[0] - 1
+    assert drafter.rounds == 1 and drafter.lookahead == 0 and drafter.depth == shape[0] - 1
 
 
 @pytest.mark.parametrize("window", [5, 9, 500])

@@ -32,9 +32,9 @@ class Liar(Oracle):
         super().__init__(truth_of(MODEL), name="liar")
         self.bad = bad
 
-    def propose(self, slots: Sequence[int]) -> list[Draft]:
+    def draft(self, slots: Sequence[int]) -> list[Draft]:
         """Return good trees but for one; without a bad one a tree too few."""
-        good = super().propose(slots)
+        good = super().draft(slots)
         return good[1:] if self.bad is None else [self.bad, *good[1:]]
 
 

@@ -35,7 +35,7 @@ def served(shape: tuple[int, int, int], noise: float, noted: bool = False) -> tu
     """Serve eight texts of the language; returns the scheduler for its counts and, if they are noted, the trees."""
     steps, topk, nodes = shape
     with torch.inference_mode():
-        scheduler = build(trained_model(), BeamDrafter(trained_head(), steps=steps, topk=topk, nodes=nodes), chunk=4)
+        scheduler = build(trained_model(), BeamDrafter(trained_head(), rounds=steps, topk=topk, nodes=nodes), chunk=4)
     trees = record(scheduler) if noted else []
     text: Callable[[int, random.Random], list[int]] = functools.partial(sentence, noise=noise)
     run(scheduler, mixed_requests(text=text, max_new_tokens=24))

@@ -349,9 +349,11 @@ def favourites(model: Model) -> DFlashHead:
 
 
 DRAFTERS: dict[str, Callable[[Model], Any]] = {
-    **{kind.name: lambda model, kind=kind: BeamDrafter(known_head(kind, model), steps=3, topk=2, nodes=6)
+    **{kind.name: lambda model, kind=kind: BeamDrafter(known_head(kind, model), rounds=3, topk=2, nodes=6)
        for kind in (EagleHead, Eagle3Head, MtpHead)},
-    "standalone": lambda model: StandaloneDrafter(DraftModel(model, model.config.vocab_size), steps=3, topk=2, nodes=6),
+    "standalone": lambda model: StandaloneDrafter(
+        DraftModel(model, model.config.vocab_size), rounds=3, topk=2, nodes=6
+    ),
     "dflash": lambda model: DFlashDrafter(favourites(model), block=4, nodes=10, topk=4),
     "ngram": lambda model: NgramDrafter(NgramOptions(nodes=8)),
 }  # fmt: skip

@@ -68,10 +68,10 @@ def test_tokens_stay_the_same(
 class Rare(NgramDrafter):
     """NGRAM, which has something to say only now and then."""
 
-    def propose(self, slots: Sequence[int]) -> list[Draft]:
+    def draft(self, slots: Sequence[int]) -> list[Draft]:
         """Return roots alone, but for one time in twenty."""
         self.times = getattr(self, "times", 0) + 1
-        drafts = super().propose(slots)
+        drafts = super().draft(slots)
         return drafts if self.times % 20 == 0 else [Draft(draft.tokens[:1], [-1]) for draft in drafts]
 
 
@@ -88,7 +88,7 @@ class Knowing(Oracle):
     known: ClassVar[list[list[int]]] = []
     offset: ClassVar[int] = 0
 
-    def propose(self, slots: Sequence[int]) -> list[Draft]:
+    def draft(self, slots: Sequence[int]) -> list[Draft]:
         """Return a chain per slot."""
         return [self._chain(self.texts[slot]) for slot in slots]
 

@@ -197,7 +197,7 @@ def serve_compiled(dtype: torch.dtype, drafter: str) -> tuple[list[Any], Model, 
     """Serve three requests over compiled blocks; returns them, the model as it was loaded, and the accept length."""
     model, plain = compiled_model(dtype)
     with torch.inference_mode():
-        head = BeamDrafter(random_head(Eagle3Head, plain, taps=(1, 2)), steps=2, topk=2, nodes=5)
+        head = BeamDrafter(random_head(Eagle3Head, plain, taps=(1, 2)), rounds=2, topk=2, nodes=5)
         drafting = Oracle(truth_of(plain), nodes=5) if drafter == "oracle" else head
         scheduler = build(model, drafting, compiled=True, running=1, chunk=100)
     scheduler.policy.forced = random.Random(1).choice if drafter == "oracle" else None  # plain steps between trees

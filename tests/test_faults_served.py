@@ -105,7 +105,7 @@ def test_a_step_that_hangs_is_told_by_health_and_at_twice_the_timeout_the_proces
     status = {state["status"]: at for at, _, state in reversed(seen)}
     assert set(status) >= {"ready", "hung"} and TIMEOUT < status["hung"] < 2 * TIMEOUT
     assert all((code == 200) == (state["status"] == "ready") for _, code, state in seen)
-    assert log.count("most recent call first") >= 3 and 'faulty.py", line' in log and "in propose" in log
+    assert log.count("most recent call first") >= 3 and 'faulty.py", line' in log and "in draft" in log
 
 
 def test_a_step_that_hangs_with_the_interpreter_s_lock_ends_the_process_too(children: list[Child]) -> None:
@@ -117,7 +117,7 @@ def test_a_step_that_hangs_with_the_interpreter_s_lock_ends_the_process_too(chil
     sock.sendall(b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(raw) + raw)
     code, log = child.ended()
     assert code == 1 and 2 * TIMEOUT < time.monotonic() - began < 4 * TIMEOUT
-    assert "Timeout (" in log and 'faulty.py", line' in log and "in propose" in log
+    assert "Timeout (" in log and 'faulty.py", line' in log and "in draft" in log
     sock.close()
 
 

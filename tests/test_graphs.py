@@ -72,7 +72,7 @@ DRAFTERS: dict[str, Callable[[Model], Drafter | HostDrafter]] = {
         copy.deepcopy(trained_dspark()), block=4, topk=2, nodes=6, smaller=3, threshold=0.3
     ),
     "standalone": lambda model: StandaloneDrafter(
-        DraftModel(tiny_model(1, intermediate_size=80), VOCAB), steps=2, topk=2, nodes=4
+        DraftModel(tiny_model(1, intermediate_size=80), VOCAB), rounds=2, topk=2, nodes=4
     ),
 }
 

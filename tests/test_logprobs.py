@@ -407,7 +407,7 @@ def test_salted_text_is_found_under_its_salt_alone_and_teaches_nobody() -> None:
         if len(cached) == 3:
             assert len(drafter.trie) == 1 and not drafter._texts and not drafter._line, "salted text was learnt"
     assert cached == [False, False, True, False, True, True]
-    drafter.propose([])
+    drafter.draft([])
     assert len(drafter.trie) > 1
     together = [request(f"{i}", prompt, max_new_tokens=6) for i in range(4)]
     together[1].salt = together[2].salt = "c"

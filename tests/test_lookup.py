@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from minispec.load.drafters import _texts, make_drafter
 from minispec.load.tree_shape import lookup_nodes
 from minispec.lookup import SHARE, Echo, Lookups, Texts
 from minispec.ngram import NgramDrafter, NgramOptions
-from minispec.policy import Choice, Kind, Planned, Policy, Row
+from minispec.policy import Kind, Planned, Policy
 from minispec.request import Hints, Request
 from minispec.scheduler import Scheduler
 from minispec.standalone import DraftModel, StandaloneDrafter
@@ -47,27 +48,32 @@ def beside(head: BeamDrafter) -> Lookups:
 
 PAIRS = {
     "head": Subject(
-        lambda model: beside(BeamDrafter(trained_head(), steps=2, topk=3, nodes=N, smaller=(2, 5))),
+        lambda model: beside(BeamDrafter(trained_head(), rounds=2, topk=3, nodes=N, smaller=(2, 5))),
         model=trained_model,
         text=sentence,
     ),
     "chain": Subject(
-        lambda model: beside(BeamDrafter(trained_head(), steps=3, topk=1, nodes=4)), model=trained_model, text=sentence
+        lambda model: beside(BeamDrafter(trained_head(), rounds=3, topk=1, nodes=4)), model=trained_model, text=sentence
     ),
-    "standalone": Subject(lambda model: beside(StandaloneDrafter(DraftModel(model, VOCAB), steps=2, topk=2, nodes=5))),
+    "standalone": Subject(lambda model: beside(StandaloneDrafter(DraftModel(model, VOCAB), rounds=2, topk=2, nodes=5))),
 }
 
 
 def bet(policy: Policy, takes: Callable[[], bool]) -> None:
-    """Let `takes` decide, where the policy would, whether a row takes the looked-up tree."""
-    decide = policy._takes_lookup
-    policy._takes_lookup = lambda row, shape: (
-        takes() if row.lookup and row.wants and not shape.of_host else decide(row, shape)
-    )
+    """Let `takes` decide, where the policy would, whether a request takes the looked-up tree."""
+    decide, expect = policy._trees, policy.expected
+
+    def trees(shape: Shape, *offered: object) -> dict:
+        policy.expected = lambda request, draft, of: 1.5 if draft is None else 1 + takes()
+        made = decide(shape, *offered)
+        policy.expected = expect
+        return made
+
+    policy._trees = trees
 
 
-def adversary(scheduler: Scheduler, seed: int = 0) -> list[Choice]:
-    """Let a seed choose every step's shape and every row's bet; returns the choices that were made."""
+def adversary(scheduler: Scheduler, seed: int = 0) -> list[Planned]:
+    """Let a seed choose every step's shape and every request's bet; returns the plans that were made."""
     rng, policy, made = random.Random(seed), scheduler.policy, []
     policy.forced = lambda shapes: rng.choice(shapes)
     bet(policy, lambda: rng.random() < 0.5)
@@ -75,7 +81,7 @@ def adversary(scheduler: Scheduler, seed: int = 0) -> list[Choice]:
 
     def noted(*given: object) -> Planned:
         plan = before(*given)
-        made.append(plan.choice)
+        made.append(plan)
         return plan
 
     policy.before = noted
@@ -108,8 +114,9 @@ def test_no_bet_changes_a_token(name) -> None:
             assert_exact(subject, requests)
         assert how or sum(r.cached_tokens for r in requests) > 50
         assert not how or scheduler.metrics.retractions > 0
-        assert {choice.shape.of_host for choice in made} == {True, False}
-        assert any(len(set(choice.lookups)) == 2 and choice.shape.drafts for choice in made), "no step had both"
+        assert {plan.shape.of_host for plan in made} == {True, False}
+        both = [{tree is None for tree in plan.verifies.values()} for plan in made if plan.shape.drafts]
+        assert {True, False} in both, "no step had both"
         assert scheduler.metrics.verified.steps["lookup"] > 10
 
 
@@ -117,20 +124,20 @@ def test_a_step_in_which_the_head_drafts_nothing_says_nothing_of_its_trees() -> 
     subject, drafted, found = PAIRS["head"], [], [0, 0]
     scheduler = subject.build()
     made = adversary(scheduler)
-    learn, before = scheduler.policy.learn, scheduler.policy.before
+    learn, before = scheduler.policy._learn, scheduler.policy.before
 
-    def learned(row: Row, nodes: int, emitted: int) -> None:
+    def learned(*given: object) -> None:
         drafted.append(made[-1].shape)  # a CPU has no step in flight, so this is the step that is taken in
-        learn(row, nodes, emitted)
+        learn(*given)
 
     def chosen(*given: object) -> Planned:
         plan = before(*given)
-        if plan.choice.shape.of_host:
-            found[0] += len(plan.of_host)
-            found[1] += len(plan.rows) - len(plan.of_host)
+        if plan.shape.of_host:
+            found[0] += len(plan.verifies)
+            found[1] += len(plan.offered) - len(plan.verifies)
         return plan
 
-    scheduler.policy.learn, scheduler.policy.before = learned, chosen
+    scheduler.policy._learn, scheduler.policy.before = learned, chosen
     run(scheduler, repeating(subject))
     assert min(found) > 3, "of the requests in steps of lookups some had a tree looked up, and some had none"
     assert len(drafted) > 10
@@ -195,13 +202,14 @@ def served(
     def proposed(batch: Batch):
         tree = propose(batch)
         check(tree)
-        own = {request.slot: (request, draft) for request, (_, draft) in plans[-1].rows.items()}
+        own = {request.slot: request for request in plans[-1].offered}
         for row, slot in enumerate(batch.slots.tolist()):
             if slot:
-                request, draft = own[slot]
+                request = own[slot]
+                draft = plans[-1].verifies.get(request)
                 found = (tree.tokens[row].tolist(), tree.parents[row].tolist())
                 theirs = next((t, p) for ids, t, p in reversed(compare) if ids == request.ids)
-                wanted = (draft.tokens, draft.parents) if request in plans[-1].of_host else theirs
+                wanted = (draft.tokens, draft.parents) if draft is not None else theirs
                 rest = N - len(wanted[0])
                 assert found[0][1:] == [*wanted[0], *[-1] * rest][1:] and found[1] == [*wanted[1], *[0] * rest]
         return tree
@@ -211,7 +219,7 @@ def served(
     after = scheduler.policy.after
 
     def taught(plan, tokens, *times):
-        if plan.choice.shape.of_host:
+        if plan.shape.of_host:
             emitted.extend(map(len, tokens.values()))
         after(plan, tokens, *times)
 
@@ -221,7 +229,7 @@ def served(
     ]
     run(scheduler, requests)
     assert all(r.output_ids == truth(MODEL, r) for r in requests)
-    assert rounds == sum(plan.choice.shape.drafts for plan in plans) > 3, "a step of lookups ran the head's rounds"
+    assert rounds == sum(plan.shape.drafts for plan in plans) > 3, "a step of lookups ran the head's rounds"
     assert not lookup_steps or max(emitted) > head.depth + 1, "a lookup is cut to the depth of the head's trees"
     return compare
 
@@ -338,15 +346,15 @@ def test_an_echo_is_what_followed_the_last_occurrence() -> None:
 
 def test_the_longest_match_drafts_and_what_is_expected_counts() -> None:
     both = Texts(NgramDrafter(NgramOptions(nodes=4)))
-    both.commit(1, [1, 2, 3, 4, 5, 6, 1, 2, 3])
-    both.commit(2, [9, 9, 2, 3, 7])
-    assert both.propose([1, 2])[0] == Draft([3, 4, 5, 6], [-1, 0, 1, 2], 3)
+    both.observe(1, [1, 2, 3, 4, 5, 6, 1, 2, 3])
+    both.observe(2, [9, 9, 2, 3, 7])
+    assert both.draft([1, 2])[0] == Draft([3, 4, 5, 6], [-1, 0, 1, 2], 3)
     both.hint(1, Hints([5, 6, 1, 2, 3, 30, 31]))
-    first = both.propose([1])[0]
+    first = both.draft([1])[0]
     assert (first.tokens, first.match) == ([3, 30, 31], 5)
     both.release(1)
-    both.commit(1, [5, 6, 1, 2, 3])
-    assert both.propose([1])[0].tokens[:2] != [3, 30], "what was expected of one request is not of the next"
+    both.observe(1, [5, 6, 1, 2, 3])
+    assert both.draft([1])[0].tokens[:2] != [3, 30], "what was expected of one request is not of the next"
 
 
 def test_ngram_keeps_to_its_share_of_the_time_unless_its_trees_are_given() -> None:
@@ -363,7 +371,7 @@ def test_ngram_keeps_to_its_share_of_the_time_unless_its_trees_are_given() -> No
 
 def test_what_a_lookup_would_have_given_is_known_when_the_text_has_gone_on() -> None:
     policy, one, learned = Policy({4: 3}, True), object.__new__(Request), []
-    policy.matches.learn = lambda nodes, match, emitted: learned.append((nodes, match, emitted))
+    policy._match = lambda nodes, match: SimpleNamespace(learn=lambda tokens, _: learned.append((nodes, match, tokens)))
     tree = Draft([5, 1, 2, 3], [-1, 0, 1, 2], 3)
     for offered, tokens in ((NOTHING, [4]), (tree, [1]), (NOTHING, [2])):
         policy.follow(one, offered, tokens)
@@ -381,39 +389,43 @@ def test_indexing_stays_within_its_share_and_the_rest_waits(monkeypatch) -> None
     clock = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock.__setitem__(0, clock[0] + 1e-5) or clock[0])
     both = Texts(texts())
-    both.commit(1, list(range(50)) * 100)
+    both.observe(1, list(range(50)) * 100)
     for _ in range(100):
-        both.commit(1, [7])
+        both.observe(1, [7])
         before = clock[0]
-        both.propose([1])
+        both.draft([1])
         assert clock[0] - before < SHARE * 0.02 + 1e-4
         clock[0] += 0.02
     assert 2000 < len(both.shared._texts[1].waiting) < 4500, "some was indexed, and not all at once"
 
 
 def test_the_policy_takes_the_better_bet_and_spares_the_head_where_all_are_lookups() -> None:
-    policy, kind = Policy({5: 2, 10: 2}, adapts_from=1), Kind(2, False, 8)
+    policy, requests = Policy({5: 2, 10: 2}, adapts_from=1, has_lookups=True), repeating(PAIRS["chain"], 2)
     shapes = (PLAIN, Shape(5, True), Shape(10, True), Shape(5, False), Shape(10, False))
-    for shape, seconds in zip(shapes, (1.0, 1.2, 1.3, 1.05, 1.15), strict=True):
-        policy.times.add(kind, shape, seconds)
-    one, two = object.__new__(Request), object.__new__(Request)
-    choice = policy.choose(kind, shapes, [Row(one, lookup=12), Row(two, lookup=0)])
-    assert choice.shape == Shape(10, True) and choice.lookups == (True, False)
-    both = [Row(one, lookup=12), Row(two, lookup=11)]
-    assert policy.choose(kind, shapes, both) == Choice(Shape(10, False), lookups=(True, True))
+    policy.restart({(2, shape): took for shape, took in zip(shapes, (1.0, 1.2, 1.3, 1.05, 1.15), strict=True)})
+
+    def taken(*matches: int) -> tuple[Shape, list[bool | None]]:
+        """Return the shape, and for each request whether it takes the looked-up tree; None: it verifies no tree."""
+        offered = [Draft([1, 2], [-1, 0], match) if match else NOTHING for match in matches]
+        plan = policy.before(Kind(2), shapes, requests, lambda: offered)
+        return plan.shape, [plan.verifies[r] is not None if r in plan.verifies else None for r in requests]
+
+    assert taken(12, 0) == (Shape(10, True), [True, False])
+    assert taken(12, 11) == (Shape(10, False), [True, True])
     for _ in range(50):
-        for nodes in (5, 10):
-            policy.matches.learn(nodes, 12, 1)
-    assert policy.choose(kind, shapes, [Row(one, lookup=12), Row(two, lookup=12)]).lookups == (False, False)
-    assert policy.choose(kind, shapes, [Row(one, lookup=11, wants=False), Row(two)]).lookups == (False, False)
+        policy.follow(requests[0], Draft([1, 2], [-1, 0], 12), [9])
+    assert taken(12, 12)[1] == [False, False]
+    requests[0].undrafted = True
+    assert taken(11, 0)[1] == [None, False]
 
 
 def test_texts_are_looked_up_where_that_is_asked_for_beside_what_drafts_on_the_device() -> None:
     numbers = dict(speculative_num_steps=2, speculative_eagle_topk=4, speculative_num_draft_tokens=6)
     asked = Config(speculative_lookup=True)
-    assert asked.looks_up(True) and asked.looks_up(False) and not Config(speculative_lookup=False).looks_up(True)
-    assert Config().looks_up(True) and not Config().looks_up(False) and not Config(**numbers).looks_up(True)
-    assert not Config(speculative_algorithm="NGRAM", speculative_lookup=True).looks_up(True)
+    assert asked.has_lookups(True) and asked.has_lookups(False)
+    assert not Config(speculative_lookup=False).has_lookups(True)
+    assert Config().has_lookups(True) and not Config().has_lookups(False) and not Config(**numbers).has_lookups(True)
+    assert not Config(speculative_algorithm="NGRAM", speculative_lookup=True).has_lookups(True)
     assert lookup_nodes(Config(**numbers), 6) == 6 and lookup_nodes(asked, 6) == 8
     assert not Config(speculative_ngram_capacity=1000, speculative_lookup=True).notes, "they act beside a head"
     assert Config(speculative_ngram_capacity=1000, speculative_lookup=False).notes
@@ -424,9 +436,9 @@ def test_min_match_bounds_what_a_request_s_own_text_gives(least: int, found: int
     config = Config(speculative_algorithm="NGRAM", speculative_ngram_min_match_window_size=least, device="cpu")
     drafter = _texts(config, tiny_model())
     assert isinstance(drafter, Texts)
-    drafter.commit(1, [1, 2, 3, 4, 9, 2, 3])
+    drafter.observe(1, [1, 2, 3, 4, 9, 2, 3])
     assert drafter._echo(1).match == found
     drafter.hint(1, Hints([7, 2, 3, 8]))
     assert drafter._echo(1).match == found, "what is expected is bounded too"
-    drafter.commit(2, [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5])
+    drafter.observe(2, [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5])
     assert drafter._echo(2).match == 5 >= least

@@ -23,8 +23,9 @@ from exactness import finish, request, submit
 from prometheus_client.parser import text_string_to_metric_families
 from test_server import Running, chat, native, options
 
+from minispec.acceptance import Kept
 from minispec.config import Config
-from minispec.metrics import Histogram, Kept, Load, Metrics
+from minispec.metrics import Histogram, Load, Metrics
 from minispec.serve.routes import ROUTES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -139,7 +140,7 @@ def test_accept_rate_divides_by_the_drafts_that_ran_whatever_the_largest_tree(ca
     assert metrics.verified == metrics.last and metrics.verified.accept_rate == 3 / 7
     assert metrics.verified.accept_length == 9 / 6 and metrics.generated_tokens == 9
     assert "accept len: 1.50, accept rate: 0.43" in caplog.text and caplog.text.count("accept len") == 1
-    assert metrics.lookup_shares == {"verify_steps": 0.1667, "tokens": 0.1111}
+    assert metrics.verified.lookup_shares == {"verify_steps": 0.1667, "tokens": 0.1111}
     metrics.decode(load, [Kept(2, "head", 2, 1)], nodes=3, captured=False)
     assert metrics.verified.drafted == {None: 0, "head": 6, "lookup": 2, "host": 1}
     assert metrics.last.tokens.total() == 9, "the window of the log"

@@ -650,7 +650,7 @@ def test_default_model_gives_the_logits_of_transformers(demo_folder: Path) -> No
 SERVED = {  # drafters that take part in a step in three ways
     "none": lambda model: Plain(),
     "oracle": lambda model: Oracle(truth_of(model), miss=0.1),  # mostly right: accepted rows are moved
-    "eagle3-tree": lambda model: BeamDrafter(random_head(Eagle3Head, model, taps=(1, 2)), steps=3, topk=3, nodes=8),
+    "eagle3-tree": lambda model: BeamDrafter(random_head(Eagle3Head, model, taps=(1, 2)), rounds=3, topk=3, nodes=8),
 }
 ASKED = tuple(range(0, VOCAB, 2))[:MAX_ASKED_IDS]
 

@@ -177,7 +177,7 @@ def drafter_with(options: NgramOptions, texts: Sequence[Sequence[int]]) -> Ngram
     """A drafter that has indexed these texts, each of a request that has ended."""
     drafter = NgramDrafter(options)
     for text in texts:
-        drafter.commit(1, text)
+        drafter.observe(1, text)
         drafter.tick()
         drafter.release(1)
     return drafter
@@ -218,8 +218,8 @@ def test_golden_vectors_of_the_seed_system(match_type: str, query: list[int], ex
 def test_a_request_drafts_for_its_own_text_as_a_mere_lookup_does(match_type: str, query: list[int]) -> None:
     drafter = drafter_with(NgramOptions(max_breadth=8, nodes=8, match_type=match_type), CORPUS)
     looked_up = drafted(drafter, query)
-    drafter.commit(5, query)
-    (draft,) = drafter.propose([5])
+    drafter.observe(5, query)
+    (draft,) = drafter.draft([5])
     assert draft.tokens[0] == query[-1] and draft.parents[0] == -1
     # Frequencies of [1, 2, 3]'s own continuations are untouched by inserting [1, 2, 3].
     assert paths_of(draft) == looked_up
@@ -237,10 +237,10 @@ def test_counts_are_the_occurrences_of_every_stretch_however_texts_are_cut_and_i
         while any(at < len(text) for at, text in zip(done, texts, strict=True)):
             slot = rng.randrange(len(texts))
             size = rng.choice([0, 1, 1, 2, 3, 20])
-            drafter.commit(slot, texts[slot][done[slot] : done[slot] + size])
+            drafter.observe(slot, texts[slot][done[slot] : done[slot] + size])
             done[slot] += size
             started = [s for s in range(len(texts)) if done[s]]
-            drafter.propose(rng.sample(started, len(started) // 2))
+            drafter.draft(rng.sample(started, len(started) // 2))
         for _ in range(3):
             drafter.tick()
         expected = substrings(texts, drafter.options.branch_length)
@@ -268,10 +268,10 @@ def test_drafts_equal_the_slow_tries_for_interleaved_requests() -> None:
                 continue
             tokens = [rng.randrange(5) for _ in range(rng.randrange(1, 4))]
             text = texts.setdefault(slot, SlowText())
-            drafter.commit(slot, tokens)
+            drafter.observe(slot, tokens)
             for token in tokens:
                 slow.extend(text, token)
-            (draft,) = drafter.propose([slot])
+            (draft,) = drafter.draft([slot])
             expected = slow.draft(text)
             assert draft.tokens[0] == text.tokens[-1] and len(draft.tokens) <= options.nodes
             assert paths_of(draft) == set(expected)
@@ -292,14 +292,14 @@ def test_a_retracted_request_that_replays_its_text_is_counted_once() -> None:
     for cut in (1, 100, 300, 700):  # 300 and 700: parts of the prompt still wait when the request is retracted
         prompt, output = [rng.randrange(6) for _ in range(cut)], [rng.randrange(6) for _ in range(5)]
         drafter = NgramDrafter(SMALL)
-        drafter.commit(1, prompt)
-        drafter.propose([1])
-        drafter.commit(1, output)
+        drafter.observe(1, prompt)
+        drafter.draft([1])
+        drafter.observe(1, output)
         drafter.release(1)
-        drafter.commit(2, prompt, again=True)
-        drafter.commit(2, output, again=True)
-        drafter.propose([2])
-        drafter.commit(2, [1, 2])
+        drafter.observe(2, prompt, again=True)
+        drafter.observe(2, output, again=True)
+        drafter.draft([2])
+        drafter.observe(2, [1, 2])
         for _ in range(8):
             drafter.tick()
         assert contents(drafter.trie) == substrings([[*prompt, *output, 1, 2]], SMALL.branch_length)
@@ -307,16 +307,16 @@ def test_a_retracted_request_that_replays_its_text_is_counted_once() -> None:
 
 def test_text_committed_again_after_its_nodes_are_gone_is_back() -> None:
     drafter = NgramDrafter(SMALL)
-    drafter.commit(1, [1, 2, 3])
+    drafter.observe(1, [1, 2, 3])
     drafter.tick()
     drafter.clear()
     drafter.release(1)
-    drafter.commit(1, [1, 2, 3], again=True)
+    drafter.observe(1, [1, 2, 3], again=True)
     drafter.tick()
     assert contents(drafter.trie) == substrings([[1, 2, 3]], 5)
-    drafter.commit(1, [4])
+    drafter.observe(1, [4])
     with pytest.raises(ValueError, match="slot 1.*again"):
-        drafter.commit(1, [5], again=True)
+        drafter.observe(1, [5], again=True)
 
 
 # ---- bounded indexing
@@ -332,36 +332,36 @@ def test_a_step_indexes_at_most_256_prompt_tokens_of_all_requests_together() -> 
     rng = random.Random(4)
     drafter = NgramDrafter(SMALL)
     for slot in (1, 2, 3):
-        drafter.commit(slot, [rng.randrange(9) for _ in range(300)])
+        drafter.observe(slot, [rng.randrange(9) for _ in range(300)])
     assert indexed(drafter) == 0
     for expected in (256, 512, 768, 900, 900):
-        drafter.propose([1, 2, 3])
+        drafter.draft([1, 2, 3])
         assert indexed(drafter) == expected
-    drafter.commit(2, [1, 2, 3])  # output: at once
+    drafter.observe(2, [1, 2, 3])  # output: at once
     assert indexed(drafter) == 903
 
 
 def test_the_newest_tokens_are_looked_up_while_the_prompt_still_waits() -> None:
     drafter = drafter_with(SMALL, [[1, 2, 3, 4]])
-    drafter.commit(1, [9] * 1000 + [1, 2])
-    (draft,) = drafter.propose([1])
+    drafter.observe(1, [9] * 1000 + [1, 2])
+    (draft,) = drafter.draft([1])
     assert indexed(drafter) < 1000
     assert draft.match_length == 2 and paths_of(draft) == chain(3, 4)
-    drafter.commit(1, [3])
-    (draft,) = drafter.propose([1])
+    drafter.observe(1, [3])
+    (draft,) = drafter.draft([1])
     assert draft.tokens[0] == 3 and draft.match_length == 3 and paths_of(draft) == chain(4)
 
 
 def test_what_ended_requests_left_waiting_is_indexed_up_to_a_bound() -> None:
     drafter = NgramDrafter(SMALL)
-    drafter.commit(1, list(range(600)))
+    drafter.observe(1, list(range(600)))
     drafter.release(1)
     for _ in range(3):
         drafter.tick()
     assert contents(drafter.trie) == substrings([range(600)], 5)
     assert not any(drafter.trie._pins)
     for _ in range(5):
-        drafter.commit(1, [7] * (KEPT_AFTER_RELEASE // 2))
+        drafter.observe(1, [7] * (KEPT_AFTER_RELEASE // 2))
         drafter.release(1)
     assert sum(len(text.waiting) for text in drafter._line) == KEPT_AFTER_RELEASE
 
@@ -370,29 +370,29 @@ def test_what_is_expected_of_an_output_drafts_for_its_request_alone() -> None:
     drafter, expected = NgramDrafter(SMALL), [5, 6, 7, 8]
     drafter.hint(1, Hints(expected))
     for slot in (1, 2):
-        drafter.commit(slot, [4, 5])
-    assert [paths_of(draft) for draft in drafter.propose([1, 2])] == [chain(6, 7, 8), set()]
+        drafter.observe(slot, [4, 5])
+    assert [paths_of(draft) for draft in drafter.draft([1, 2])] == [chain(6, 7, 8), set()]
     assert sum(contents(drafter.trie).values()) == 2 * 3, "the shared trie has the two prompts"
-    drafter.commit(3, [6, 7, 9, 6, 7])  # a longer match of the shared trie wins, an equal one does not
-    drafter.propose([1, 3])
-    drafter.commit(1, [6])
-    assert paths_of(drafter.propose([1])[0]) == chain(7, 8)
+    drafter.observe(3, [6, 7, 9, 6, 7])  # a longer match of the shared trie wins, an equal one does not
+    drafter.draft([1, 3])
+    drafter.observe(1, [6])
+    assert paths_of(drafter.draft([1])[0]) == chain(7, 8)
     for slot in (2, 3):
-        drafter.commit(slot, [1, 5, 6, 9])
-    drafter.commit(1, [1, 5, 6])
-    paths = paths_of(drafter.propose([1])[0])
+        drafter.observe(slot, [1, 5, 6, 9])
+    drafter.observe(1, [1, 5, 6])
+    paths = paths_of(drafter.draft([1])[0])
     assert (9,) in paths and (7, 8) not in paths, "three tokens matched are more than two"
     drafter.release(1)
-    drafter.commit(1, [4, 5, 6])
-    assert (8,) not in {path[-1:] for path in paths_of(drafter.propose([1])[0])}, "gone with its request"
+    drafter.observe(1, [4, 5, 6])
+    assert (8,) not in {path[-1:] for path in paths_of(drafter.draft([1])[0])}, "gone with its request"
 
 
 def test_an_expectation_is_indexed_first_within_a_steps_share_and_not_after_its_request() -> None:
     drafter = NgramDrafter(SMALL)
-    drafter.commit(2, [1] * 300)
+    drafter.observe(2, [1] * 300)
     drafter.hint(1, Hints(range(10, 10 + INDEX_PER_STEP + 50)))
-    drafter.commit(1, [2, 10])
-    assert paths_of(drafter.propose([1])[0]) == chain(11, 12, 13, 14) and indexed(drafter) == 0
+    drafter.observe(1, [2, 10])
+    assert paths_of(drafter.draft([1])[0]) == chain(11, 12, 13, 14) and indexed(drafter) == 0
     drafter.release(1)
     drafter.tick()
     assert indexed(drafter) == INDEX_PER_STEP, "the other half of it had no turn"
@@ -400,16 +400,16 @@ def test_an_expectation_is_indexed_first_within_a_steps_share_and_not_after_its_
 
 def test_clear_empties_the_trie_and_requests_go_on() -> None:
     drafter = drafter_with(SMALL, CORPUS)
-    drafter.commit(1, [1, 2, 3])
-    assert len(drafter.propose([1])[0].tokens) > 1
+    drafter.observe(1, [1, 2, 3])
+    assert len(drafter.draft([1])[0].tokens) > 1
     drafter.clear()
     assert contents(drafter.trie) == {}
-    assert drafter.propose([1]) == [Draft([3], [-1], 0)]
-    drafter.commit(2, [9] * 20)
+    assert drafter.draft([1]) == [Draft([3], [-1], 0)]
+    drafter.observe(2, [9] * 20)
     drafter.release(2)
     drafter.clear()
-    drafter.commit(1, [5, 6, 5])
-    assert paths_of(drafter.propose([1])[0]) == chain(6, 5)
+    drafter.observe(1, [5, 6, 5])
+    assert paths_of(drafter.draft([1])[0]) == chain(6, 5)
     assert contents(drafter.trie) == substrings([[5, 6, 5]], 5)
 
 

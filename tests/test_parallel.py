@@ -189,7 +189,7 @@ def test_on_two_ranks_every_drafter_gives_the_tokens_of_plain_decoding(name: str
     assert [r.output_ids for r in again] == _truth[id(model)][:2] and sum(r.cached_tokens for r in again) > 30
 
 
-SWITCHING = Subject(lambda model: BeamDrafter(random_head(Eagle3Head, model, taps=(1, 2)), steps=2, topk=3, nodes=10,
+SWITCHING = Subject(lambda model: BeamDrafter(random_head(Eagle3Head, model, taps=(1, 2)), rounds=2, topk=3, nodes=10,
                                               smaller=(2, 5)))  # fmt: skip
 
 
@@ -206,8 +206,9 @@ def test_on_two_ranks_no_shape_and_no_bet_changes_a_token(subject: Subject, pair
     assert [r.output_ids for r in requests] == _truth[truth]
     counts = scheduler.metrics
     assert counts.retractions > 0 and counts.verified.accept_length > 1.2 * (subject is not SWITCHING)
-    assert {choice.shape for choice in made} == set(scheduler.sizes.shapes_of(1))
-    assert any(len(set(choice.lookups)) == 2 for choice in made) == (subject is not SWITCHING)
+    assert {plan.shape for plan in made} == set(scheduler.sizes.shapes_of(1))
+    both = [{tree is None for tree in plan.verifies.values()} for plan in made]
+    assert ({True, False} in both) == (subject is not SWITCHING)
 
 
 def test_what_one_rank_cannot_capture_or_replay_none_does(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:

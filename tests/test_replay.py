@@ -20,9 +20,9 @@ import pytest
 from test_server import options
 
 import minispec.replicas.workers as replicas_module
+from minispec.acceptance import Verified
 from minispec.config import Config
 from minispec.llm import LLM
-from minispec.metrics import Verified
 from minispec.replicas.replica import Replica, given_flags
 from minispec.replicas.routing import Routing
 from minispec.replicas.workers import Place, Replicas

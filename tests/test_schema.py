@@ -15,11 +15,11 @@ from openai.types import completion_create_params as openai_completion
 from openai.types.chat import completion_create_params as openai_chat
 from pydantic import ValidationError
 
+from minispec.acceptance import Kept
 from minispec.asked.answers import meta_info
 from minispec.config import Config
 from minispec.load.tokenizer import byte_tokenizer
 from minispec.load.weights import sampling_defaults
-from minispec.metrics import Kept
 from minispec.request import Finish, Request, RequestError, SamplingParams, Update
 from minispec.serve import fields, openapi, parse
 from minispec.serve.reply import Reply, Served, error_body, sse

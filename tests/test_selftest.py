@@ -103,7 +103,7 @@ def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> P
 def served(folder: Path) -> Scheduler:
     """Put a scheduler together around the head in a folder."""
     head = load_head(folder, MODEL)
-    return build(MODEL, BeamDrafter(head, steps=3, topk=1, nodes=4), running=2)
+    return build(MODEL, BeamDrafter(head, rounds=3, topk=1, nodes=4), running=2)
 
 
 def said(folder: Path, caplog: pytest.LogCaptureFixture) -> str:

@@ -48,7 +48,7 @@ VIEWS = {  # operations that start no kernel
 def eagle3(steps: int, topk: int, nodes: int) -> BeamDrafter:
     """Return a drafter around a random EAGLE-3 head."""
     return BeamDrafter(random_head(Eagle3Head, MODEL, taps=(1, 2), own_lm_head=True),
-                       steps=steps, topk=topk, nodes=nodes)  # fmt: skip
+                       rounds=steps, topk=topk, nodes=nodes)  # fmt: skip
 
 
 def forced(drafter: Drafter, **how: object) -> Scheduler:

@@ -81,7 +81,7 @@ DRAFTS = {"itself": MODEL, "near": near(0.01), "far": far()}
 
 def drafter(steps: int, topk: int, nodes: int, name: str = "near") -> StandaloneDrafter:
     """Return a fresh drafter."""
-    return StandaloneDrafter(DraftModel(DRAFTS[name], VOCAB), steps=steps, topk=topk, nodes=nodes)
+    return StandaloneDrafter(DraftModel(DRAFTS[name], VOCAB), rounds=steps, topk=topk, nodes=nodes)
 
 
 @torch.inference_mode()
@@ -235,7 +235,7 @@ def test_compiled_it_is_one_graph_a_shape_whatever_the_depth_and_the_trees_are_t
 ) -> None:
     trace_only(monkeypatch, tmp_path)  # what Inductor makes of a block is tested in test_engine.py
     models, shape = (tiny_model(), near(0.01)), (3, 2, 6)
-    own = StandaloneDrafter(DraftModel(models[1], VOCAB), steps=3, topk=2, nodes=6)
+    own = StandaloneDrafter(DraftModel(models[1], VOCAB), rounds=3, topk=2, nodes=6)
     compiler = partial(compile_step, device=CPU)
     models[0].compile_blocks(compiler)
     own.compile(compiler)
@@ -388,7 +388,7 @@ def test_a_target_drafts_for_itself_from_its_own_folder(tmp_path) -> None:
     target = write(tmp_path / "target")
     llm = drafting(target, target)
     drafter = llm.scheduler.engine.drafter
-    assert (drafter.steps, drafter.topk, drafter.nodes, drafter.name) == (3, 1, 4, "standalone")
+    assert (drafter.rounds, drafter.topk, drafter.nodes, drafter.name) == (3, 1, 4, "standalone")
     assert drafter.network.model is not llm.scheduler.engine.model
     assert outputs(llm) == outputs(LLM(target, **OPTIONS))
     assert llm.scheduler.metrics.verified.accept_length > 3.5

@@ -90,7 +90,7 @@ def test_what_is_told_of_a_step_is_what_happened_and_nobody_gets_another_token(n
 
 
 def test_a_node_is_scored_by_the_draft_models_own_probability_after_its_parent() -> None:
-    scheduler = build(MODEL, StandaloneDrafter(DraftModel(NEAR, VOCAB), steps=3, topk=3, nodes=9), running=2)
+    scheduler = build(MODEL, StandaloneDrafter(DraftModel(NEAR, VOCAB), rounds=3, topk=3, nodes=9), running=2)
     requests = watched([request("a", [5, 9, 2], max_new_tokens=9), request("b", [7] * 20, max_new_tokens=9)], every=1)
     run(scheduler, requests)
     compared = 0

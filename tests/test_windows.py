@@ -113,7 +113,7 @@ def compiled(dtype: torch.dtype, running: int) -> tuple[Scheduler, int]:
     model, draft = (tiny_model(**WINDOWED).to(dtype) for _ in range(2))
     compiler = partial(compile_step, device=CPU)
     model.compile_blocks(compiler)
-    drafter = StandaloneDrafter(DraftModel(draft, VOCAB), steps=2, topk=2, nodes=4)
+    drafter = StandaloneDrafter(DraftModel(draft, VOCAB), rounds=2, topk=2, nodes=4)
     drafter.compile(compiler)
     scheduler = build(model, drafter, compiled=True, running=running, chunk=100)
     scheduler.engine.compile_small(compiler, lambda batch, nodes: batch == 1 < nodes)

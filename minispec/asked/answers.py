@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from minispec.metrics import Verified
 from minispec.request import ABORT_WANTED, Finish, Request, Scored, Trace
 
 
@@ -51,54 +50,8 @@ def meta_info(
     if finish is not None:
         info["e2e_latency"] = (request.finished_at or time.monotonic()) - request.arrived
         info["response_sent_to_client_ts"] = time.time()
-        info |= _speculation(request) if request.verified.steps and nodes > 1 else {}
+        info |= request.verified.meta_info() if request.verified.steps and nodes > 1 else {}
     return info | _logprob_lists(request, completion_tokens, spell)
-
-
-def _speculation(request: Request) -> dict[str, Any]:
-    """Return the fields of speculation, counted as `metrics.py` defines.
-
-    Unlike SGLang's, spec_accept_length leaves out the token that prefill gives, so plain decoding has 1.
-    """
-    verified = request.verified
-    return {
-        "spec_verify_ct": verified.steps.total(),
-        "spec_accept_token_num": verified.accepted.total(),
-        "spec_draft_token_num": verified.drafted.total(),
-        "spec_accept_rate": verified.accept_rate,
-        "spec_accept_length": verified.accept_length,
-        "spec_accept_histogram": _histogram(verified),
-    }
-
-
-def spec_tokens_details(request: Request) -> dict[str, Any]:
-    """Return what verify steps gave a request, under SGLang's newest names: in all, and by the source of the drafts.
-
-    A source (`Kept.source`) has an entry once a tree from it was verified. Steps without drafts are in no entry.
-    """
-    verified = request.verified
-    counts = (verified.steps, verified.tokens, verified.drafted, verified.accepted)
-    return {
-        **_details(*(count.total() for count in counts)),
-        "spec_correct_drafts_histogram": _histogram(verified),
-        "spec_by_source": {source: _details(*(count[source] for count in counts))
-                           for source in verified.steps if source is not None},
-    }  # fmt: skip
-
-
-def _details(steps: int, tokens: int, drafted: int, accepted: int) -> dict[str, Any]:
-    return {
-        "spec_verify_ct": steps,
-        "spec_accept_length": tokens / max(steps, 1),
-        "spec_num_proposed_drafts": drafted,
-        "spec_num_correct_drafts": accepted,
-        "spec_accept_rate": accepted / max(drafted, 1),
-    }
-
-
-def _histogram(verified: Verified) -> list[int]:
-    """Return how many verify steps accepted exactly i drafts, for each i."""
-    return [verified.depths[i] for i in range(max(verified.depths, default=-1) + 1)]
 
 
 def _logprob_lists(request: Request, count: int, spell: Callable[[int], str] | None) -> dict[str, Any]:

@@ -172,7 +172,7 @@ class AskedDecode(Answered[DecodeBuffers]):
         engine, step = self.engine, self.step
         watched = None if self.timed else torch.full((step.batch, step.nodes), torch.nan, device=engine.device)
         lens, root, drafted = engine.begin(step, needs, watched)
-        before, _ = engine.around(step, needs)
+        before, _ = engine.parts_of(step, needs)
         tree, above, embedding, rope = before(engine, step, lens, root, drafted)
         crossing = to_host(step.slots[:, None], *tree) if self.masked else None
         streams = engine.model.run_blocks(embedding, rope, step.attend, engine.drafter.taps)

@@ -70,7 +70,7 @@ class Parts(NamedTuple):
     sizes: Sizes
     network: Model
     drafter: Drafter
-    beside: Model | None = None  # what the drafter reads of a target that is spread over ranks
+    unsplit: Model | None = None  # what the drafter reads of a target that is spread over ranks
 
 
 class Build:
@@ -158,7 +158,7 @@ class Build:
         All ranks agree on sizes and quantize together. So every rank must take these steps in the same order.
         """
         parts = self.drafted(self.network())
-        _, network, drafter, beside = parts
+        _, network, drafter, unsplit = parts
         # By the bytes before quantization, which oneDNN's copy takes.
         keep = self.device.type == "cpu" and room_for_both(_linear_bytes(network), host_memory()[1])
         if self.config.quantization == "int8":  # after a head has taken what it needs of the target's weights
@@ -172,7 +172,7 @@ class Build:
         if self.device.type == "cpu" and self.compiled and keep and (why := reason_against(self.dtype)):
             self.tell(f"products of several rows are oneDNN's, not those of Inductor's template: {why}")
         if self.device.type == "cpu" and can_pack(self.dtype):
-            for model in (drafter.network, beside, None if self.rowwise else network):
+            for model in (drafter.network, unsplit, None if self.rowwise else network):
                 if model is not None:
                     pack_linears(model, keep, self.compiled and keep)
             if keep and not self.rowwise:
@@ -221,14 +221,14 @@ class Build:
 
     def engine_of(self, parts: Parts, pages: int) -> Engine:
         """Return the engine around the parts, with `pages` pages; if `compiled`, its functions compile at first run."""
-        sizes, network, drafter, beside = parts
+        sizes, network, drafter, unsplit = parts
         # In float32, which is there for exactness, a search for an LM head's kernel would take a quarter of a minute.
         compiler: Compiler = partial(compile_step, device=self.device, heads=self.dtype != torch.float32)
         if self.compiled:
             network.compile_blocks(compiler)
             drafter.compile(compiler)
             # The steps of several requests make these graphs in the warm-up; without them nothing would.
-            for model in (network, drafter.network, beside) if sizes.max_running > 1 else ():
+            for model in (network, drafter.network, unsplit) if sizes.max_running > 1 else ():
                 for head in own_heads(model):
                     head.compile_alone(compiler)
         kv = make_kv(self.config, network, sizes, pages)
@@ -238,7 +238,7 @@ class Build:
             network.rope = RopeTable(network, sizes.context_length)  # type: ignore[method-assign]
             attend_kind = lambda of, *args: (PagedChains if of is kv else PagedGather)(of, *args)  # noqa: E731
         engine = Engine(network, kv, drafter, sizes, attend_kind=attend_kind, accept=accept)
-        engine.beside = beside
+        engine.unsplit = unsplit
         if self.compiled:
             # Compiling the code around the blocks costs a CPU seconds for each shape, and gains 7 to 17 % of a step
             # if blocks are fast (docs/log.md). For larger trees the drafter's functions would be compiled too.
@@ -601,7 +601,7 @@ def resolve_sizes(config: Config, device: torch.device, limits: dict[str, Any], 
         return Sizes.resolve(drafter, **{"batches": batches, **limits})
     sizes = Sizes.resolve(drafter, both_up_to=2, **limits)
     more = {size for size in CPU_PREFILLS if size < sizes.prefill_sizes[-1]}
-    larger_up_to = sizes.both_up_to if sizes.steps is not None else 0
+    larger_up_to = sizes.both_up_to if sizes.rounds is not None else 0
     return replace(sizes, prefill_sizes=tuple(sorted({*sizes.prefill_sizes, *more})), larger_up_to=larger_up_to)
 
 

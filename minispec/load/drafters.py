@@ -80,7 +80,7 @@ def make_drafter(config: Config, model: Model, folder: Path, tokenizer: Tokenize
     make = _own if config.is_own_drafter else table[config.algorithm]
     drafter = make(config, model, folder, tokenizer)
     on_cpu, vocab_size = _on_cpu(config, model), model.config.vocab_size
-    if isinstance(drafter, Drafter) and config.looks_up(on_cpu):
+    if isinstance(drafter, Drafter) and config.has_lookups(on_cpu):
         own, shape = drafter.nodes, tree_shape(config, model.config.architecture, on_cpu)
         drafter = Lookups(drafter, _ngram(config, lookup_nodes(config, own)), vocab_size)
         drafter.own_nodes = own if isinstance(drafter.head, DFlashDrafter) else shape[2]

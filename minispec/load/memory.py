@@ -107,7 +107,7 @@ def measure(engine: Engine) -> Memory:
     seen: set[int] = set()
     known = {
         "target_weights": size_of(engine.model, seen),
-        "draft_weights": size_of((engine.drafter.network, engine.beside), seen),
+        "draft_weights": size_of((engine.drafter.network, engine.unsplit), seen),
         "draft_kv_pool": size_of(engine.kv.pools[1:], seen),
         "target_kv_pool": size_of(vars(engine.kv), seen),
         "sampling_tables": size_of(vars(engine.sampling), seen),
@@ -177,10 +177,10 @@ class Budget:
 
     def __init__(
         self, config: Config, device: torch.device, sizes: Sizes, network: Model, drafter: Drafter,
-        beside: Model | None = None,
+        unsplit: Model | None = None,
     ) -> None:  # fmt: skip
-        """`beside`: what a drafter reads of a target that is spread over ranks (`Engine.beside`)."""
-        self.beside = beside
+        """`unsplit`: what a drafter reads of a target that is spread over ranks (`Engine.unsplit`)."""
+        self.unsplit = unsplit
         self.config, self.device, self.sizes, self.network, self.drafter = config, device, sizes, network, drafter
         self.free, self.total = free_bytes(device)  # at the start
         self.largest_graph = largest_graph(config, self.total) if device.type == "cuda" else 0
@@ -192,7 +192,7 @@ class Budget:
     def _estimate(self) -> Memory:
         """Return what the engine will take, computed on the meta device."""
         seen: set[int] = set()
-        weights, draft = size_of(self.network, seen), size_of((self.drafter.network, self.beside), seen)
+        weights, draft = size_of(self.network, seen), size_of((self.drafter.network, self.unsplit), seen)
         pages = max(self._fitting(self.free - weights - draft), 0) + 1
         # From pools of one page and of two: the host's list of free pages would be as long as a pool is large.
         (own, kv), (own_of_two, kv_of_two) = (self._pool_sizes(count) for count in (1, 2))
@@ -305,7 +305,7 @@ class Budget:
             yield "--max-total-tokens", f"{config.max_total_tokens}{raised if cuda else ''}", True
         if self.largest_graph > 1:
             yield "--cuda-graph-max-bs", self.largest_graph, config.cuda_graph_max_bs is not None
-        shape = ((sizes.nodes, 2), (sizes.topk, 1), (sizes.steps, 1))
+        shape = ((sizes.nodes, 2), (sizes.topk, 1), (sizes.rounds, 1))
         for name, (now, least) in zip(reversed(NUMBERS), shape, strict=True):
             if now is not None and now > least:
                 yield flag_name(name), now, getattr(config, name) is not None

@@ -93,7 +93,7 @@ def _serve(engine: Engine, drafter: Drafter, prompt: Sequence[int]) -> float | N
         text += engine.collect(engine.prefill([Chunk(slot, text, 0, last=True)]))[0]
         known, trees = len(text), max(engine.sizes.shapes_of(engine.batch_of(1)))
         for _ in range(STEPS):
-            drafts = [NOTHING] if engine.drafter.looks_up else engine.host_drafts([slot])
+            drafts = [NOTHING] if engine.drafter.has_lookups else engine.host_drafts([slot])
             text += engine.collect(engine.launch([slot], trees, drafts))[0]
     finally:
         engine.release(slot)

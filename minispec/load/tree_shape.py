@@ -66,8 +66,8 @@ def beam_shape(config: Config, architecture: str, on_cpu: bool) -> dict[str, Any
     if others := sorted(listed - {0, steps, *fewer[:1]}):
         logger.info("--speculative-adaptive-config: candidate_steps %s are not tried, since trees have two sizes",
                     ", ".join(map(str, others)))  # fmt: skip
-    wider = min(lookup_nodes(config, nodes), candidate_count(steps, topk) + 1) if config.looks_up(on_cpu) else nodes
-    return {"steps": steps, "topk": topk, "nodes": wider, "smaller": (steps, nodes) if wider > nodes else smaller}
+    wider = min(lookup_nodes(config, nodes), candidate_count(steps, topk) + 1) if config.has_lookups(on_cpu) else nodes
+    return {"rounds": steps, "topk": topk, "nodes": wider, "smaller": (steps, nodes) if wider > nodes else smaller}
 
 
 def block_shape(config: Config, head: DFlashHead, on_cpu: bool) -> dict[str, Any]:

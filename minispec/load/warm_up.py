@@ -76,13 +76,14 @@ def _around(engine: Engine, step: DecodeBuffers) -> list[str]:
         names += [f"before the target, {step.nodes} nodes a tree", f"after the target, {step.nodes} nodes a tree, "
                   f"{', '.join(sorted(needs)) or 'greedy'}"]  # fmt: skip
         # Without coupling the drafter takes all batches for greedy ones.
-        names += engine.drafter.around(step.nodes, bool(needs) and engine.accept.couples) if step.nodes > 1 else []
+        if step.nodes > 1:
+            names += engine.drafter.small_graphs(step.nodes, bool(needs) and engine.accept.couples)
     return [f"{name}, {batch}" for name in names]
 
 
 def _around_on_cpu(engine: Engine, step: DecodeBuffers) -> list[str]:
     """Return one name for all graphs around the target's blocks of a step, and one for all around the drafter's."""
-    owners = ("target", "drafter") if step.nodes > 1 and engine.drafter.steps else ("target",)
+    owners = ("target", "drafter") if step.nodes > 1 and engine.drafter.rounds else ("target",)
     return [f"around the {owner}, batch {step.batch}, {step.nodes} nodes a tree" for owner in owners]
 
 
@@ -148,7 +149,6 @@ def time_steps(engine: Engine, batch: int) -> None:
     # not decide how large trees are.
     times = [[step_seconds(engine, slots, shape, rows) for shape in timed] for _ in range(3)]
     engine.step_seconds |= {(batch, s): min(t) for s, t in zip(timed, zip(*times, strict=True), strict=True)}
-    engine.timed_rows = rows
     for slot in slots:
         kv.unmap(slot)
         engine.lens[slot : slot + 1].zero_()

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from minispec.metrics import Verified
+from minispec.acceptance import Verified
 from minispec.request import Request, Update
 
 # What the scheduler counts of a request. It crosses back, so that counts go on elsewhere.

@@ -32,7 +32,7 @@ class Facts(NamedTuple):
     page_size: int
     pages: int
     algorithm: str  # the drafter that runs
-    looks_up: bool  # whether it may draft from external corpora
+    has_lookups: bool  # whether it may draft from external corpora
     numbers: str  # what the tokens of a seed depend on beside the flags: the model's sizes, its dtype, its device
 
 
@@ -79,6 +79,6 @@ def front_for(facts: Facts, config: Config, table: Table) -> Front:
     folder, limits = choose_folder(config, logger.info), facts.limits
     tokenizer = choose_tokenizer(config, folder, limits.vocab_size)
     grammars = Grammars(tokenizer.backend, limits.vocab_size, limits.eos_ids)
-    corpora = Library(table if facts.looks_up else None, tokenizer, config)
+    corpora = Library(table if facts.has_lookups else None, tokenizer, config)
     corpora.start()
     return Front(folder, tokenizer, facts, grammars.prepare, sampling_defaults(config, folder), corpora)

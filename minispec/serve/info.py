@@ -56,8 +56,8 @@ def _reconfigure(llm: LLM, thresholds: tuple[float, float] | None, adaptive: boo
 def _stats(llm: LLM) -> dict[str, Any]:
     """Return an engine's numbers; with --speculative-adaptive, as in SGLang, the steps in use, 0 for plain ones."""
     stats, scheduler = {**llm.scheduler.stats(), **memory_stats(llm)}, llm.scheduler
-    if llm.config.speculative_adaptive and scheduler.sizes.steps is not None:
-        steps = {size.nodes: size.steps for size in scheduler.engine.drafter.trees}
+    if llm.config.speculative_adaptive and scheduler.sizes.rounds is not None:
+        steps = {size.nodes: size.rounds for size in scheduler.engine.drafter.trees}
         stats["speculative_num_steps"] = steps.get(scheduler.policy.nodes, 0)
     return stats
 

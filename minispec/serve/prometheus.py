@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from minispec.scheduler import Scheduler
 
 TOKEN_BOUNDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0)  # seconds from token to token
-SOURCES = ("head", "lookup", "host")  # whose drafts there are; each has its series from the start
 EXTRA = "minispec[metrics]"
 
 
@@ -125,13 +124,12 @@ def _gauges(scheduler: Scheduler, load: Mapping[str, Any]) -> Iterator[Family]:
             "spec_accept_rate": ("Accepted over verified drafts, over the last logged window.", m.last.accept_rate),
             "spec_num_draft_tokens": ("Nodes of a tree, root included, and looked-up trees left out.",
                                       scheduler.sizes.own_nodes),
-            "spec_num_steps": ("Rounds of drafting; 0 for a drafter without.", scheduler.sizes.steps or 0),
+            "spec_num_steps": ("Rounds of drafting; 0 for a drafter without.", scheduler.sizes.rounds or 0),
         }  # fmt: skip
     yield from (_one("gauge", "sglang:" + name, text, value) for name, (text, value) in values.items())
 
 
 def _totals(m: Metrics) -> Iterator[Family]:
-    verified = m.verified
     values = {
         "sglang:prompt_tokens_total": ("Tokens of prompts, cached ones included.", m.prompt_tokens + m.cached_tokens),
         "sglang:cached_tokens_total": ("Tokens of prompts that the prefix cache had.", m.cached_tokens),
@@ -140,7 +138,7 @@ def _totals(m: Metrics) -> Iterator[Family]:
         "sglang:num_aborted_requests_total": ("Requests that were aborted.", m.aborted),
         "sglang:num_retracted_requests_total": ("Times a request was sent back to the queue.", m.retractions),
         "sglang:cuda_graph_passes_total": ("Decode forwards that a CUDA graph ran.", m.captured_steps),
-        "sglang:spec_verify_calls_total": ("Verify steps, one for each request in them.", verified.steps.total()),
+        "sglang:spec_verify_calls_total": ("Verify steps, one for each request in them.", m.verified.steps.total()),
         "minispec:prefill_steps_total": ("Prefill forwards.", m.prefill_steps),
     }
     yield from (_one("counter", name, text, value) for name, (text, value) in values.items())
@@ -150,17 +148,8 @@ def _totals(m: Metrics) -> Iterator[Family]:
     yield ("counter", "minispec:decode_steps_total", "Decode forwards by the nodes of their trees; 1 is a plain step.",
            [({"nodes": str(nodes)}, m.shapes[nodes]) for nodes in sorted({1, m.nodes, *m.shapes})])  # fmt: skip
     if m.nodes > 1:
-        by_source = {
-            "spec_drafts_total": ("Trees verified, by whose they are.", verified.steps),
-            "spec_tokens_total": ("Tokens that requests kept of steps with those trees.", verified.tokens),
-            "spec_draft_tokens_total": ("Nodes of those trees, without the roots.", verified.drafted),
-            "spec_accepted_tokens_total": ("Drafted tokens that were accepted.", verified.accepted),
-        }
-        for name, (text, counts) in by_source.items():
-            yield "counter", "minispec:" + name, text, [({"source": source}, counts[source]) for source in SOURCES]
-        yield ("counter", "minispec:spec_accepted_tokens_per_position_total", "Trees accepted at least so deep.",
-               [({"position": str(depth)}, sum(count for deep, count in verified.depths.items() if deep >= depth))
-                for depth in range(1, max(verified.depths, default=0) + 1)])  # fmt: skip
+        for name, (text, samples) in m.verified.series().items():
+            yield "counter", f"minispec:{name}", text, [*samples]
     yield _one("histogram", "sglang:queue_time_seconds", "From a request's arrival to its slot.",
                _timings(m.queue_times))  # fmt: skip
     yield ("histogram", "minispec:decode_step_seconds", "Launching a decode step and waiting for it, by tree size.",

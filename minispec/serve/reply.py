@@ -6,11 +6,12 @@ Read next: `streams.py`, which sends these bytes; `message.py` for what a chat's
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from minispec.asked.answers import Telling, meta_info, spec_tokens_details
+from minispec.asked.answers import Telling, meta_info
 from minispec.replies.formats import PLAIN_FORMATS, Formats
 from minispec.request import ABORT_WANTED, Finish, Request, RequestError, Update
 from minispec.serve import logprobs
@@ -137,7 +138,7 @@ class Reply:
         """Return SGLang's field of what speculation gave, a list for several choices, if it was asked for."""
         if not self.job.spec_details or self.served.nodes == 1:
             return {}
-        each = [spec_tokens_details(request) for request in self.requests]
+        each = [request.verified.details() for request in self.requests]
         return {"sglext": {"spec_tokens_details": each if len(each) > 1 else each[0]}}
 
     def usage(self) -> dict[str, Any]:
@@ -149,10 +150,10 @@ class Reply:
         usage = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output,
                  "prompt_tokens_details": details}  # fmt: skip
         if self.job.prediction is not None:
-            drafted = sum(r.verified.drafted.total() for r in self.requests)
-            accepted = sum(r.verified.accepted.total() for r in self.requests)
-            usage["completion_tokens_details"] = {"accepted_prediction_tokens": accepted,
-                                                  "rejected_prediction_tokens": drafted - accepted}  # fmt: skip
+            counts: Counter[str] = Counter()
+            for request in self.requests:
+                counts.update(request.verified.usage())
+            usage["completion_tokens_details"] = dict(counts)
         return usage
 
     def _events(self, i: int) -> list[dict[str, Any]]:

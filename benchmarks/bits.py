@@ -7,7 +7,7 @@ directly, as it is served. The last two must agree in every bit, of the output a
 eager is to be within 1e-5 of the largest number. It prints a line for each shape with the largest distance from eager,
 and ends with status 1 where bits differ, eager is farther away, or a shape of the target was never called.
 
-tests/test_compiled.py does the same with a tiny model. Read next: `minispec/cpu/direct.py`.
+tests/test_compiled.py does the same with a tiny model. Read next: `minispec/load/direct.py`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import bench
 from benchmarks import throughput
 from minispec import LLM, SamplingParams
 from minispec.attention import Plan
-from minispec.cpu.direct import DirectStep, any_size
 from minispec.cpu.gather import GatherLayer, PromptLayer
+from minispec.load.direct import DirectStep, any_size
 
 BOUND = 1e-5  # of the largest number, in float32
 NEW_TOKENS = 16

@@ -47,7 +47,7 @@ from minispec.cpu.linear import PackedLinear
 from minispec.cpu.spinning import CALM, LOOK
 from minispec.drafter import NOTHING
 from minispec.engine import Engine
-from minispec.load.build import compile_step
+from minispec.load.direct import DirectStep
 from minispec.model import Block
 from minispec.request import Request
 from minispec.tree import PLAIN, Shape
@@ -147,7 +147,7 @@ class Parts:
 
     def _without_attention(self, position: int, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Return the function compiled alike, with attention left out."""
-        compiled, stands_for = compile_step(function, self.engine.device), {}
+        compiled, stands_for = DirectStep(function), {}
 
         def call(*args: Any) -> Tensor:
             other = stands_for.setdefault(args[position], NoAttention())
@@ -179,7 +179,7 @@ class Parts:
         modules = {(part, name): module for part, name, module in linears(self.engine)}
         calls = [(modules[p.part, p.module], torch.randn(p.shape).to(p.dtype)) for p in listed]
         alone = [(module.forward, x) for module, x in calls if not in_loops(module, x)]
-        of_block, inputs = compile_step(SomeLayers.products, self.engine.device), []
+        of_block, inputs = DirectStep(SomeLayers.products), []
         together = itertools.groupby(
             ((p, call) for p, call in zip(listed, calls, strict=True) if in_loops(*call)),
             key=lambda pair: (pair[0].part, pair[0].module.rpartition(".")[0]),

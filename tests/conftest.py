@@ -19,7 +19,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 # With an empty cache Inductor compiles a long file for each kind of vector instructions that the processor has, twelve
 # seconds in each process, to see whether the compiler knows them. One that knows the newest knows all; what compiles
-# for a server says the same (`minispec.cpu.direct.prepare`).
+# for a server says the same (`minispec.load.files.prepare`).
 if (
     shutil.which("g++")
     and not subprocess.run(

@@ -12,7 +12,7 @@ from minispec.cpu import template
 from minispec.cpu.linear import PackedHead, PackedLinear
 from minispec.cpu.onednn import Reordered
 from minispec.cpu.template import Blocks, blocked, reason_against, unblocked
-from minispec.load.build import compile_step
+from minispec.load.direct import DirectStep
 
 BF16 = torch.bfloat16
 needs_template = pytest.mark.skipif(reason_against(BF16) is not None, reason=f"no template: {reason_against(BF16)}")
@@ -88,7 +88,7 @@ def test_an_lm_head_has_one_graph_of_its_own_for_all_numbers_of_rows() -> None:
     made = []
 
     def compiler(function):
-        step = compile_step(function, torch.device("cpu"))
+        step = DirectStep(function)
         made.append(step)
         return step
 

@@ -42,7 +42,7 @@ from minispec.keys import naming
 from minispec.load.default_model import ensure_default_model
 from minispec.load.direct import DirectStep
 from minispec.load.drafters import make_drafter, with_own_head
-from minispec.load.files import has_compiler, is_empty, take_from
+from minispec.load.files import has_compiler, is_empty, prepare, take_from
 from minispec.load.fp8_weights import read_weights, stored_in_fp8
 from minispec.load.gguf_models import as_folder
 from minispec.load.machine import host_memory, limit_threads
@@ -134,6 +134,8 @@ class Build:
         # With other ranks compiling cannot come later: every rank would need processes that compile beside it.
         # The bits of eager and compiled steps are the same with `rowwise`, but eager ones have compiled products.
         self.later = self.beside and on_cpu and not config.wait_until_compiled and not self.rowwise
+        if self.later and is_empty():
+            prepare()  # else this is put off, and a stream would be silent meanwhile
 
     def _reason_against_rowwise(self) -> str | None:
         """Return why a text cannot depend on its own request alone here; None: it can."""
@@ -434,6 +436,7 @@ def rehearse(config: Config, pages: int) -> Iterator[Engine]:
         if build.device.type == "cuda":
             from torch._subclasses.fake_tensor import FakeTensorMode
 
+            torch._inductor.config.compile_threads = 1  # a pool of processes for each process would be too many
             allow_uncompiled()
             stack.enter_context(FakeTensorMode())
         rehearsal = Rehearsal(build)

@@ -75,7 +75,7 @@ class Warming:
             return False
         self._served = True
         if (step := self._next()) is None or (busy and self._missed):
-            return False
+            return bool(self.failed)  # which ends it in the next turn
         started = time.monotonic()
         self._make(step, started)
         self._rest_until = 2 * time.monotonic() - started
@@ -83,16 +83,8 @@ class Warming:
 
     def _next(self) -> DecodeBuffers | PrefillBuffers | None:
         """Return the first step whose graphs can be made: any, or one whose files are complete."""
-        import torch
-
-        from minispec.load.files import prepare
-
         if self.makers is None:
             return self.todo[0]
-        if not self._threads:  # a stream would leave the processes no time at all
-            prepare()  # by all threads, as names of files have it
-            self._threads = torch.get_num_threads()
-            torch.set_num_threads(max(1, self._threads // 2))
         # Processes that have ended without making everything are the end of compiling.
         ended, found = self.makers.ended, next((step for step in self.todo if step.name in self.makers.made), None)
         if ended and found is None:
@@ -120,6 +112,8 @@ class Warming:
             logger.warning("%s is in no file; it will be compiled here, while nobody waits", step.name)
 
     def _start_makers(self) -> None:
+        import torch
+
         from minispec.load.files import has_compiler
 
         if not has_compiler():
@@ -127,6 +121,8 @@ class Warming:
             return
         self.llm.move_weights()  # for these minutes, so that it need not wait for the last graph
         self.makers = self.llm.makers(len(self.todo), self._wake)
+        self._threads = torch.get_num_threads()
+        torch.set_num_threads(max(1, self._threads // 2))  # or a stream would leave the processes no time at all
         logger.info("processes beside the server compile %d kinds of steps, which run eagerly until then",
                     len(self.todo))  # fmt: skip
 

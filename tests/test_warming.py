@@ -6,6 +6,7 @@ That the process ends with a server that is told to end is tested in test_server
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -16,6 +17,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,6 +46,7 @@ from test_engine import MODEL, eagle3
 from test_experts import MIXED
 from test_llm import config_of
 
+from benchmarks.fake_gpu import H200, pretend_h200, unavailable
 from minispec import LLM
 from minispec.buffers import DecodeBuffers, PrefillBuffers
 from minispec.config import Config
@@ -453,3 +456,34 @@ def living(group: int) -> int:
             continue
         count += int(its) == group and state != "Z"
     return count
+
+
+# ---- the rehearsal of a GPU ------------------------------------------------------------------------------------------
+
+
+def rehearsed_as_on_a_gpu(config: Config, folder: Path) -> tuple[int, int, list[str]]:
+    """Return how many graphs a rehearsal for an H200 that is not there traces, and has names, and its open steps."""
+    memory = (H200.total_memory, H200.total_memory)
+    with pytest.MonkeyPatch.context() as patch, pretend_h200():
+        trace_only(patch, folder)
+        patch.setattr(torch.cuda, "mem_get_info", lambda *_: memory)
+        patch.setattr(torch.cuda, "get_device_name", lambda *_: H200.name)
+        with rehearse(config, 63) as engine:
+            lacking = [step.name for step in steps_of(engine) if not rehearse_step(engine, step)]
+            return graphs_made(), len(shapes(engine)), lacking
+
+
+@pytest.mark.slow
+def test_a_process_without_a_gpu_s_memory_has_the_graphs_of_an_engine_on_cuda(tmp_path: Path) -> None:
+    if why := unavailable():
+        pytest.skip(why)
+    target, draft = target_and_head(tmp_path)
+    config = Config(
+        model_path=str(target), load_format="auto", dtype="bfloat16", device="cuda", speculative_algorithm="EAGLE3",
+        speculative_draft_model_path=str(draft), speculative_num_steps=2, speculative_eagle_topk=2,
+        speculative_num_draft_tokens=4, max_running_requests=4, cuda_graph_bs=(1, 4),
+    )  # fmt: skip
+    (tmp_path / "files").mkdir()
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pretender:
+        made, names, lacking = pretender.submit(rehearsed_as_on_a_gpu, config, tmp_path / "files").result()
+    assert made == names > 20 and not lacking

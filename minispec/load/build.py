@@ -659,7 +659,7 @@ def _can_compile(config: Config, device: torch.device) -> bool:
     """Return whether blocks are compiled; if they cannot be, log what is missing."""
     if config.disable_torch_compile:
         return False
-    if device.type == "cuda" or has_compiler() or not is_empty():  # what is in files takes no compiler
+    if device.type == "cuda" or has_compiler():
         return True
     logger.warning("torch.compile needs a C++ compiler (g++ or clang++) and found none: running eagerly, slower")
     return False

@@ -114,11 +114,6 @@ class Warming:
     def _start_makers(self) -> None:
         import torch
 
-        from minispec.load.files import has_compiler
-
-        if not has_compiler():
-            self.failed = "there is no C++ compiler (g++ or clang++)"
-            return
         self.llm.move_weights()  # for these minutes, so that it need not wait for the last graph
         self.makers = self.llm.makers(len(self.todo), self._wake)
         self._threads = torch.get_num_threads()

@@ -32,12 +32,14 @@ import pytest
 import torch
 
 from minispec.config import Config
+from minispec.cpu import template
 from minispec.load.default_model import DefaultModelError, ensure_default_model
 from minispec.model import Block
 
 # Every shape of an engine is a graph of the same functions, and a worker runs the engines of many tests. What loads a
 # model for a user raises the limit by the shapes of its engine (`Build`); most tests make their engines without it.
 torch._dynamo.config.recompile_limit = 64
+template.lower()  # as `files.prepare` does: some tests call torch.compile themselves
 
 
 def slow_unless(cases: Iterable[Any], quick: Callable[..., bool]) -> list[Any]:

@@ -379,13 +379,6 @@ class Outline(Build):
 class Rehearsal(Outline):
     """The parts of an engine that only compiles: layers of a kind are one, and on CUDA tensors are fake."""
 
-    def parts(self) -> Parts:
-        parts = super().parts()
-        for network in (parts.network, parts.drafter.network, parts.beside) if self.device.type == "cuda" else ():
-            if network is not None:
-                _pretend(network, self.device)
-        return parts
-
     def network(self) -> Model:
         if self.device.type == "cuda":
             network = super().network()
@@ -432,15 +425,19 @@ def rehearse(config: Config, pages: int) -> Iterator[Engine]:
     """
     build = Build(config, lambda line: None)
     build.lead()
+    rehearsal = Rehearsal(build)
     with torch.inference_mode(), unsaid(), sparse(), ExitStack() as stack:
+        parts = rehearsal.parts()
         if build.device.type == "cuda":
             from torch._subclasses.fake_tensor import FakeTensorMode
 
             torch._inductor.config.compile_threads = 1  # a pool of processes for each process would be too many
             allow_uncompiled()
             stack.enter_context(FakeTensorMode())
-        rehearsal = Rehearsal(build)
-        yield rehearsal.engine_of(rehearsal.parts(), pages)
+            for network in (parts.network, parts.drafter.network):
+                if network is not None:
+                    _pretend(network, build.device)
+        yield rehearsal.engine_of(parts, pages)
 
 
 class Follow(Build):

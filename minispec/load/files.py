@@ -46,6 +46,7 @@ import torch
 from torch import Tensor
 
 import minispec
+from minispec.cpu import template
 from minispec.load.machine import own_compile_cache
 
 logger = logging.getLogger("minispec")
@@ -276,6 +277,7 @@ def prepare() -> None:
     dynamo.recompile_limit = max(dynamo.recompile_limit, 1000)  # of a PyTorch without `aot_compile`: a graph a shape
     # Unset, it would be missing from the key, and code be made for another number of threads.
     config.cpp.threads = torch.get_num_threads()
+    template.lower()
     if not has_compiler():
         return
     # A compiler that knows the newest instructions knows all. Unless told so, Inductor compiles a long file for each

@@ -57,7 +57,8 @@ from minispec.load import files as files_module
 from minispec.load.build import rehearse
 from minispec.load.direct import DirectStep
 from minispec.load.files import compile_function
-from minispec.load.makers import NICENESS, Makers, Task
+from minispec.load.makers import Makers, Task
+from minispec.load.making import NICENESS
 from minispec.load.warm_up import make_graphs, rehearse_step, shapes, steps_of, time_steps
 from minispec.model import Block
 from minispec.scheduler import Scheduler
@@ -317,13 +318,13 @@ def test_if_the_process_fails_what_is_missing_stays_eager_and_is_served(monkeypa
 def test_no_warning_takes_the_place_of_why_the_process_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     beside = """
 import logging, os
-from minispec.load import makers
+from minispec.load import making
 def make_files(task):
     print("no room", flush=True)
     logging.getLogger("minispec").warning("other processes use the cores")
     os._exit(1)
-makers.make_files = make_files
-makers.main()
+making.make_files = make_files
+making.main()
 """
     monkeypatch.setattr(Makers, "COMMAND", [sys.executable, "-c", beside])
     makers = Makers(Task(Config(), 2, 1), 1)
@@ -433,7 +434,7 @@ def test_a_busy_engine_gives_its_requests_as_long_as_the_graph_before_took(monke
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=str)
 def test_the_process_and_what_it_runs_end_with_the_server(number: signal.Signals) -> None:
-    beside = ("import subprocess, minispec.load.makers as m; "
+    beside = ("import subprocess, minispec.load.making as m; "
               "m.make_files = lambda task: subprocess.run(['sleep', '99']); m.main()")  # fmt: skip
     server = f"""
 import sys, time

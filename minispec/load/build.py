@@ -4,7 +4,7 @@
 whether the last two are done. Then weights move to huge pages, and `Build.engine_of` makes the engine around the parts,
 with functions that compile when they first run. `Outline`, `Rehearsal` and `Follow` do a few of the steps differently.
 
-Read next: `memory.py`, which counts what is made here; `link.py` for ranks, `makers.py` for rehearsals.
+Read next: `memory.py`, which counts what is made here; `link.py` for ranks, `making.py` for rehearsals.
 """
 
 from __future__ import annotations
@@ -380,6 +380,7 @@ class Rehearsal(Outline):
     """The parts of an engine that only compiles: layers of a kind are one, and on CUDA tensors are fake."""
 
     def network(self) -> Model:
+        """Return the target, on the meta device for CUDA."""
         if self.device.type == "cuda":
             network = super().network()
             _share_layers(network)

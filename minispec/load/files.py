@@ -45,7 +45,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import minispec
 from minispec.cpu import template
 from minispec.load.machine import own_compile_cache
 
@@ -307,7 +306,7 @@ def _options() -> Any:
 @functools.cache
 def _fixed() -> str:
     """Return the part of `machine` that stays while this process lives."""
-    package = Path(minispec.__file__).parent
+    package = Path(__file__).parent.parent
     lowerings = sorted(path for place in (".", "cpu", "cuda") for path in (package / place).glob("*.py"))
     code = hashlib.sha256(b"".join(path.read_bytes() for path in lowerings)).hexdigest()
     cpu = torch.cpu.get_capabilities()

@@ -1,24 +1,18 @@
 """Processes that make files of compiled functions (`files.py`) for an engine beside them.
 
-A compiler in Python holds the interpreter, so whoever serves or compiles fast needs other processes. Each builds the
-same engine, of tensors without meaning (`build.rehearse`), and goes through the same steps in their order
-(`warm_up.rehearse_step`). It makes each function that is in no file and that no other process is making, so nobody
-waits. When all functions of a step are in files, it prints a line.
-
-The server has the processor before them (NICENESS), and they end with it, however that ends: when its standard input,
-a pipe from the server, closes, a process kills itself and the compilers that it started.
+A compiler in Python holds the interpreter, so whoever serves or compiles fast needs other processes. What they do is in
+`making.py`. When all functions of a step are in files, a process prints a line. The server has the processor before
+them, and they end with it, however that ends: each has a pipe from the server as its standard input.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import pickle
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import IO, NamedTuple, cast
@@ -28,8 +22,6 @@ from minispec.load.machine import host_memory
 
 MADE = "made: "  # begins the lines that a process prints for steps
 HELD = 700 << 20  # bytes that a process holds, which uses one core
-# Were they nicer, a stream would be faster meanwhile, and leave them next to nothing once its own steps are compiled.
-NICENESS = 5
 
 
 class Task(NamedTuple):
@@ -48,7 +40,7 @@ def process_count(steps: int) -> int:
 class Makers:
     """The processes, seen from the server; a context, which ends them."""
 
-    COMMAND = (sys.executable, "-m", "minispec.load.makers")
+    COMMAND = (sys.executable, "-m", "minispec.load.making")
 
     def __init__(self, task: Task, count: int, wake: Callable[[], None] = lambda: None) -> None:
         """`wake` is called, by a thread, whenever there is news."""
@@ -107,43 +99,3 @@ class Makers:
 
     def __exit__(self, *error: object) -> None:
         self.stop()
-
-
-# ---- in a process ----------------------------------------------------------------------------------------------------
-
-
-def main() -> None:
-    """Make the files of the task on standard input; prints a line for each step that is complete."""
-    os.nice(NICENESS)
-    logging.disable(logging.WARNING)  # the server has said it all, and the last line here is why the process ended
-    task: Task = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=_end_with_the_server, daemon=True).start()
-    make_files(task)
-
-
-def _end_with_the_server() -> None:
-    """Wait until the pipe from the server closes, then kill this process and the compilers that it runs."""
-    sys.stdin.buffer.read()
-    os.killpg(0, signal.SIGKILL)
-
-
-def make_files(task: Task) -> None:
-    """Make the files of all steps."""
-    import torch
-
-    from minispec.load.build import rehearse
-    from minispec.load.warm_up import rehearse_step, steps_of
-
-    torch.set_num_threads(task.threads)
-    with rehearse(task.config, task.pages) as engine:
-        todo = steps_of(engine)
-        while todo:
-            for step in list(todo):
-                if rehearse_step(engine, step):
-                    todo.remove(step)
-                    print(f"{MADE}{step.name}", flush=True)
-            time.sleep(0.1 if todo else 0)  # what is left is being made by others
-
-
-if __name__ == "__main__":
-    main()

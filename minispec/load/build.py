@@ -403,14 +403,15 @@ def _share_layers(model: Model) -> None:
 
 def _pretend(network: nn.Module, device: torch.device) -> None:
     """Put tensors on `device`, of the same shapes, in place of a network's; to be called under FakeTensorMode."""
-    made: dict[int, Tensor] = {}  # tied weights stay one tensor
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # by a tensor's number: it and its substitute; tied ones stay one
 
     def on_device(tensor: Tensor) -> Any:
         """Return the tensor's substitute."""
         if id(tensor) not in made:
             new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-            made[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
-        return made[id(tensor)]
+            new = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+            made[id(tensor)] = tensor, new
+        return made[id(tensor)][1]
 
     for part in network.modules():
         for values in (part._parameters, part._buffers, vars(part)):
@@ -427,18 +428,20 @@ def rehearse(config: Config, pages: int) -> Iterator[Engine]:
     build = Build(config, lambda line: None)
     build.lead()
     rehearsal = Rehearsal(build)
-    with torch.inference_mode(), unsaid(), sparse(), ExitStack() as stack:
-        parts = rehearsal.parts()
-        if build.device.type == "cuda":
-            from torch._subclasses.fake_tensor import FakeTensorMode
+    with torch.inference_mode(), ExitStack() as stack:
+        with unsaid(), sparse():
+            parts = rehearsal.parts()
+            if build.device.type == "cuda":
+                from torch._subclasses.fake_tensor import FakeTensorMode
 
-            torch._inductor.config.compile_threads = 1  # a pool of processes for each process would be too many
-            allow_uncompiled()
-            stack.enter_context(FakeTensorMode())
-            for network in (parts.network, parts.drafter.network):
-                if network is not None:
-                    _pretend(network, build.device)
-        yield rehearsal.engine_of(parts, pages)
+                torch._inductor.config.compile_threads = 1  # a pool of processes for each process would be too many
+                allow_uncompiled()
+                stack.enter_context(FakeTensorMode())
+                for network in (parts.network, parts.drafter.network):
+                    if network is not None:
+                        _pretend(network, build.device)
+            engine = rehearsal.engine_of(parts, pages)
+        yield engine
 
 
 class Follow(Build):

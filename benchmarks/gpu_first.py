@@ -31,9 +31,9 @@ from benchmarks.gpu_stages import (
     model_sizes,
     state,
 )
+from benchmarks.lowered import autotuned
 from minispec import LLM, SamplingParams
 from minispec.attention import FlexLayer, PagedFlex, Plan
-from minispec.compiled import autotuned
 from minispec.cuda.graphs import Recorder
 from minispec.engine import Engine
 from minispec.kv import KVShape, PagedKV

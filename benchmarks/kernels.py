@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_t
 
 from benchmarks.fake_gpu import H200, fake_module, unavailable
 from benchmarks.gpu_stages import LLAMA3
-from benchmarks.lowered import Graph, Launches, Lowerings
+from benchmarks.lowered import Graph, Launches, Lowerings, autotuned
 from minispec.beam import BeamDrafter
 from minispec.buffers import DecodeBuffers, PrefillBuffers
 from minispec.compiled import Step
@@ -93,9 +93,7 @@ class Steps:
             memory = (H200.total_memory, H200.total_memory)
             stack.enter_context(mock.patch.object(torch.cuda, "mem_get_info", lambda *_: memory))
             stack.enter_context(mock.patch.object(torch.cuda, "empty_cache", lambda: None))
-            autotuned = build.autotuned
-            timed = lambda step, heads: self._timed(step, autotuned(step, heads))  # noqa: E731
-            stack.enter_context(mock.patch.object(build, "autotuned", timed))
+            stack.enter_context(mock.patch.object(build, "DirectStep", lambda step: self._timed(step, autotuned(step))))
             config = Config(model_path=str(folder), load_format="dummy", device="cuda", **self.flags)
             made = build.Build(config, lambda line: None)
             made.lead()

@@ -19,12 +19,15 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from benchmarks.fake_gpu import pretend_h200
+from minispec.compiled import Key, Step
+from minispec.load.direct import MARKS, any_size
+from minispec.load.files import tuning
 
 OWN = "minispec"  # the namespace of this project's operators
 REGION = "repeated_subgraph"  # so begin the names of functions that torch.compile makes of regions
@@ -134,6 +137,25 @@ class Graph:
     def launches(self) -> list[str]:
         """All that the graph launches, by name."""
         return [name for name in self.source.launches if not name.startswith(f"torch.ops.{OWN}.")] + self.own
+
+
+def autotuned(function: Step) -> Step:
+    """Return a function compiled for CUDA with the options and open batches of `DirectStep`, and kept in no file."""
+    compiled: dict[bool, Step] = {}
+
+    def call(*args: Any) -> Any:
+        options = tuning(function, args)
+        if bool(options) not in compiled:
+            compiled[bool(options)] = torch.compile(function, fullgraph=True, dynamic=False, options=options or None)
+        key = next((arg for arg in args if isinstance(arg, Key)), Key())
+        with any_size(args, key):
+            result = compiled[bool(options)](*args)
+        for leaf in tree_leaves(result):
+            for mark in MARKS if isinstance(leaf, Tensor) else ():
+                vars(leaf).pop(mark, None)
+        return result
+
+    return call
 
 
 class _Written(Exception):

@@ -42,9 +42,8 @@ from benchmarks.fake_gpu import (
     pretend_h200,
     unavailable,
 )
-from benchmarks.lowered import Graph, Lowerings
+from benchmarks.lowered import Graph, Lowerings, autotuned
 from minispec.attention import QUERY_BLOCK, FlexLayer, PagedFlex, Plan
-from minispec.compiled import autotuned
 from minispec.eagle import PairBlock
 from minispec.kv import KVShape, PagedKV
 from minispec.model import Block, ModelConfig, Rope

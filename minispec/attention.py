@@ -28,6 +28,7 @@ Read next: `drafter.py`, which proposes the trees; `engine.py`, which fills a pl
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -373,6 +374,11 @@ class Causal:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
         mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril().triu(1 - self.window)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
+
+
+def allow_uncompiled() -> None:
+    """Let FlexAttention run in code that is not compiled, on fake tensors; it would be compiled for each shape."""
+    sys.modules[flex_attention.__module__]._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True  # type: ignore[attr-defined]
 
 
 def write_rows(keys: Tensor, values: Tensor, rows: Tensor, k: Tensor, v: Tensor) -> None:

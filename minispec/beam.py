@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from minispec.attention import AttendKind, PagedAttend, Plan
-from minispec.compiled import Compiler, Key, Small, Step, tuned
+from minispec.compiled import Compiler, Key, Small, Step
 from minispec.drafter import Batch, Committed, Drafter, TreeSize
 from minispec.kv import KVShape, PagedKV
 from minispec.model import LayerAttend, Rope
@@ -275,7 +275,6 @@ class BeamDrafter(Drafter):
             candidates += found
         return close(self, beam, batch, frontier, states, tuple(candidates))
 
-    @tuned
     def _open(self, beam: Beam, batch: Batch) -> tuple[Candidates, Frontier, Inputs | None]:
         """Propose the root's children; return them as candidates and as the first frontier, with its inputs."""
         state = self.state[batch.slots]
@@ -283,7 +282,6 @@ class BeamDrafter(Drafter):
         found, frontier = sprout(logits, state, self.topk, self.window, self._to_target)
         return found, frontier, self._inputs(beam, batch, self._rounds[1], frontier)
 
-    @tuned
     def _round(
         self, beam: Beam, batch: Batch, number: Tensor, frontier: Frontier, states: Tensor
     ) -> tuple[Candidates, Frontier, Inputs | None]:
@@ -292,7 +290,6 @@ class BeamDrafter(Drafter):
         found, frontier = branch(number, frontier, logits, states, self._to_target)
         return found, frontier, self._inputs(beam, batch, number + 1, frontier)
 
-    @tuned
     def _close(
         self, beam: Beam, batch: Batch, frontier: Frontier, states: Tensor | None, found: tuple[Tensor, ...]
     ) -> DraftTree:

@@ -3,7 +3,7 @@
 A server on a CPU reads such a folder by `--compiled-files FOLDER`, so that it need not compile. What was made for
 another processor, PyTorch or source is left aside, and made anew in the user's own cache.
 
-Read next: `cpu/files.py`, for what is in the folder.
+Read next: `load/files.py`, for what is in the folder.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from minispec.cpu.files import CACHE
 from minispec.load.flags import config_from_args
 
 
@@ -30,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("--tp-size and --device cuda: files are made for one process on a CPU")
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     args.out.mkdir(mode=0o755, parents=True, exist_ok=True)
-    os.environ[CACHE] = str(args.out.resolve())
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(args.out.resolve())
     from minispec.llm import LLM  # here, since --help need not wait for torch
 
     llm = LLM(config=config)

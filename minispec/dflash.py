@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from minispec.attention import AttendKind, PagedAttend, Plan, with_windows, write_rows
 from minispec.beam import Candidates, couple, likeliest, rerank
-from minispec.compiled import Compiler, Key, Small, tuned
+from minispec.compiled import Compiler, Key, Small
 from minispec.drafter import Batch, Committed, Drafter, TreeSize
 from minispec.eagle import DraftHead, HeadConfig
 from minispec.kv import KVShape, PagedKV
@@ -214,7 +214,6 @@ class DFlashDrafter(Drafter):
         positions = batch.lens[:, None] + torch.arange(self.block, device=tokens.device)
         return self.network.embed(tokens), self.network.rope(positions)
 
-    @tuned
     def _close(self, step: Pass, batch: Batch, states: Tensor) -> DraftTree:
         """Return the tree of the likeliest paths; states [B, S, d]: the network's output."""
         first, token_map = self.network.first, self.network.token_map

@@ -34,7 +34,6 @@ import torch
 from torch import Tensor, nn
 
 from minispec.beam import couple, likeliest, rerank
-from minispec.compiled import tuned
 from minispec.dflash import DFlashConfig, DFlashDrafter, DFlashHead, Pass, likeliest_paths
 from minispec.drafter import Batch
 from minispec.model import Model
@@ -92,7 +91,6 @@ class DSparkDrafter(DFlashDrafter):
         assert threshold == 0 or network.confidence_head is not None, "nothing to compare with the threshold"
         self.threshold = threshold
 
-    @tuned
     def _close(self, step: Pass, batch: Batch, states: Tensor) -> DraftTree:
         """Return the tree of the likeliest paths; states [B, S, d]: the network's output."""
         network, token_map = self.network, self.network.token_map

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from minispec.attention import AttendKind, Plan, prefill_block, with_windows
 from minispec.buffers import Chunk, DecodeBuffers, PrefillBuffers, Prefills, Sizes
-from minispec.compiled import CompileFor, Compiler, Small, Step, tuned, within_step
+from minispec.compiled import CompileFor, Compiler, Small, Step, within_step
 from minispec.drafter import Batch, Committed, Draft, Drafter
 from minispec.kv import PagedKV
 from minispec.late import Late
@@ -347,7 +347,6 @@ class Engine:
         # The parents are copied: a compiled function may not return its argument.
         return DraftTree(tokens, parents.clone()), above, self.model.embed(known), self.model.rope(positions)
 
-    @tuned
     def _after_blocks(
         self, buffers: DecodeBuffers, lens: Tensor, tree: DraftTree, above: Tensor, streams: Sequence[Tensor],
         needs: Needs,

@@ -17,6 +17,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -70,6 +71,7 @@ class LLM:
         self.tokenizer, self.compiled, self.compile_later = build.tokenizer, build.compiled, build.later
         self.move_weights = build.move_weights  # starts a thread that moves them to huge pages, if loading put that off
         engine = build.engine()
+        self.makers = partial(build.makers, engine)  # starts processes that make files of what is to be compiled
         self.memory = build.memory
         self.scheduler = Scheduler(
             engine,

@@ -29,6 +29,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -334,7 +335,8 @@ class Scheduler:
 
     def _disturbances(self) -> tuple[int, int]:
         """Return how many graphs were compiled and requests retracted so far: both spoil the time of a step."""
-        return torch._dynamo.utils.counters["stats"]["unique_graphs"], self.metrics.retractions
+        dynamo = sys.modules.get("torch._dynamo.utils")  # which a start need not wait for
+        return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0, self.metrics.retractions
 
     # ---- land ------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 # With an empty cache Inductor compiles a long file for each kind of vector instructions that the processor has, twelve
 # seconds in each process, to see whether the compiler knows them. One that knows the newest knows all; what compiles
-# for a server says the same (`minispec.cpu.direct.prepare`).
+# for a server says the same (`minispec.load.files.prepare`).
 if (
     shutil.which("g++")
     and not subprocess.run(
@@ -32,12 +32,14 @@ import pytest
 import torch
 
 from minispec.config import Config
+from minispec.cpu import template
 from minispec.load.default_model import DefaultModelError, ensure_default_model
 from minispec.model import Block
 
 # Every shape of an engine is a graph of the same functions, and a worker runs the engines of many tests. What loads a
 # model for a user raises the limit by the shapes of its engine (`Build`); most tests make their engines without it.
 torch._dynamo.config.recompile_limit = 64
+template.lower()  # as `files.prepare` does: some tests call torch.compile themselves
 
 
 def slow_unless(cases: Iterable[Any], quick: Callable[..., bool]) -> list[Any]:

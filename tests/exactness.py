@@ -24,12 +24,12 @@ from minispec.asked.grammar import Grammars
 from minispec.asked.steps import Asking
 from minispec.attention import AttendKind, Causal, PagedFlex
 from minispec.buffers import Sizes
-from minispec.cpu import direct
-from minispec.cpu import files as files_module
 from minispec.cpu.gather import PagedGather
 from minispec.drafter import Draft, Drafter, HostDrafter, as_drafter
 from minispec.engine import Engine
 from minispec.kv import KVShape, PagedKV
+from minispec.load import direct
+from minispec.load import files as files_module
 from minispec.load.tokenizer import Detokenizer
 from minispec.model import Model, ModelConfig
 from minispec.request import Request, SamplingParams, Update

@@ -26,10 +26,10 @@ import minispec.attention as attention_module
 from minispec.attention import QUERY_BLOCK, AttendKind, Causal, FlexLayer, PagedAttend, PagedFlex, Plan, with_windows
 from minispec.cpu import gather as gather_module
 from minispec.cpu import products as products_module
-from minispec.cpu.direct import any_size
 from minispec.cpu.gather import GatherLayer, PagedGather, PromptLayer
 from minispec.cpu.products import TILE, Products, Tile, attend_at_once
 from minispec.kv import KVShape, PagedKV
+from minispec.load.direct import any_size
 
 GROUPS = (1, 3, 4, 7, 8)  # query heads per KV head
 TREES = (1, 2, 3, 8, 17, 33, 64)

@@ -19,16 +19,16 @@ from typing import Any
 
 import pytest
 import torch
-from exactness import CPU, Oracle, build, forget_graphs, request, run, tiny_model, truth_of
+from exactness import Oracle, build, forget_graphs, request, run, tiny_model, truth_of
 from test_engine import MODEL, eagle3
 from three_ways import ThreeWays
 from torch import Tensor, nn
+from torch._inductor.codecache import CppPythonBindingsCodeCache
 
 from minispec.compiled import Key
-from minispec.cpu import files as files_module
-from minispec.cpu.direct import from_files
 from minispec.engine import Engine
-from minispec.load.build import compile_step
+from minispec.load import files as files_module
+from minispec.load.direct import DirectStep, from_files
 from minispec.scheduler import Scheduler
 from minispec.tree import Shape
 
@@ -39,7 +39,7 @@ PROMPT = [3, 14, 15, 9, 2, 6, 5, 35, 8, 9, 7, 9]
 def engine_of(drafter: Any, **options: Any) -> Scheduler:
     """Return a scheduler over a compiled tiny model, in the shapes of test_engine.py, whose compiled code it reuses."""
     model = tiny_model()
-    model.compile_blocks(partial(compile_step, device=CPU))
+    model.compile_blocks(DirectStep)
     return build(model, drafter, compiled=True, **{"running": 2, "pages": 14, "chunk": 100, **options})
 
 
@@ -160,7 +160,7 @@ def called(owner: Scaled, x: Tensor, number: int, needs: frozenset[str], compile
     """Return what the compiled function gives, as a new process would: what is loaded is forgotten."""
     forget_graphs()
     with torch.inference_mode(), nullcontext() if compiles else from_files():
-        found: Tensor = compile_step(Scaled.step, CPU)(owner, x, Numbered(number), needs)
+        found: Tensor = DirectStep(Scaled.step)(owner, x, Numbered(number), needs)
         torch.testing.assert_close(found, owner.step(x, Numbered(number), needs))
         return found
 
@@ -254,6 +254,21 @@ def test_a_full_disk_costs_the_file_alone(cache: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(files_module.tempfile, "NamedTemporaryFile", full)
     called(Scaled(5.0), torch.ones(3), 7, frozenset({"a"}), compiles=True)
     assert "is not kept: OSError: [Errno 28] No space left on device" in caplog.text
+
+
+def test_what_a_killed_compiler_left_of_a_library_is_made_anew(cache: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv(files_module.CACHE, str(tmp_path))
+    made = (Scaled(7.0), torch.ones(3), 7, frozenset({"a"}))
+    called(*made, compiles=True)
+    libraries = list(tmp_path.rglob("*.so"))
+    for library in libraries:
+        library.unlink()  # it is mapped, so that nothing is written into it
+        library.write_bytes(b"")
+    shutil.rmtree(tmp_path / "minispec")
+    files_module._folder.cache_clear()
+    CppPythonBindingsCodeCache.cache_clear()
+    called(*made, compiles=True)
+    assert libraries and any(library.stat().st_size for library in libraries)
 
 
 def test_another_machine_takes_what_fits_from_a_folder(cache: Path, tmp_path: Path, monkeypatch, caplog) -> None:

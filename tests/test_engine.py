@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import random
-from functools import partial
 
 import pytest
 import torch
 from conformance import random_head
-from exactness import CPU, Oracle, build, forget_graphs, graphs_made, reference, request, submit, tiny_model, truth_of
+from exactness import Oracle, build, forget_graphs, graphs_made, reference, request, submit, tiny_model, truth_of
 
 from minispec.beam import BeamDrafter
-from minispec.cpu import direct
 from minispec.eagle import Eagle3Head
-from minispec.load.build import compile_step
+from minispec.load import direct
+from minispec.load.direct import DirectStep
 from minispec.load.warm_up import shapes, warm_up
 from minispec.model import Model
 
@@ -24,7 +23,7 @@ def eagle3() -> BeamDrafter:
     """Return a drafter around a random EAGLE-3 head, compiled."""
     head = random_head(Eagle3Head, MODEL, taps=(1, 2), own_lm_head=True)
     drafter = BeamDrafter(head, rounds=3, topk=2, nodes=6, smaller=(1, 3))
-    drafter.compile(partial(compile_step, device=CPU))
+    drafter.compile(DirectStep)
     return drafter
 
 
@@ -32,7 +31,7 @@ def eagle3() -> BeamDrafter:
 def known() -> tuple[Model, set[str]]:
     """A model for all tests, since a second engine of the same sizes has its graphs; and the shapes compiled so far."""
     model = tiny_model()
-    model.compile_blocks(partial(compile_step, device=CPU))
+    model.compile_blocks(DirectStep)
     forget_graphs()  # those that other tests left behind would serve, and not be counted
     return model, set()
 

@@ -12,7 +12,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,8 @@ from minispec.cpu.onednn import PackedExperts
 from minispec.cpu.products import products_pay
 from minispec.eagle import Eagle3Head
 from minispec.experts import Experts, _by_all, _gathered, _grouped
-from minispec.load.build import Build, Outline, Rehearsal, _kind, _linear_bytes, compile_step
+from minispec.load.build import Build, Outline, Rehearsal, _kind, _linear_bytes
+from minispec.load.direct import DirectStep
 from minispec.load.memory import size_of
 from minispec.model import Model
 
@@ -189,7 +190,7 @@ def compiled_model(dtype: torch.dtype) -> tuple[Model, Model]:
     if can_pack(dtype):
         pack_linears(model, keep=True)
     forget_graphs()
-    model.compile_blocks(partial(compile_step, device=CPU))
+    model.compile_blocks(DirectStep)
     return model, plain
 
 

@@ -1,8 +1,8 @@
 """What CUDA compiles, traced on a CPU: each graph has a name, all are made before serving, each does what is wanted.
 
-A GPU runs plain torch.compile, with FlexAttention, around every function; a CPU runs `cpu/direct.py` around a few. Here
-engines on a CPU are compiled as on CUDA, by backends that make no kernels: `eager` runs what Dynamo traced, and
-`aot_eager` what AOTAutograd makes of it. The kernels themselves are the matter of test_cuda_path.py.
+On a GPU FlexAttention and every function are compiled, on a CPU a few. Here engines on a CPU are compiled as on CUDA,
+by backends that make no kernels: `eager` runs what Dynamo traced, and `aot_eager` what AOTAutograd makes of it. The
+kernels themselves are the matter of test_cuda_path.py.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from __future__ import annotations
 import copy
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ import torch
 from capturing import whole
 from conformance import random_head
 from conftest import slow_unless
-from exactness import VOCAB, build, reference, request, run, tiny_model
+from exactness import VOCAB, Traced, build, reference, request, run, tiny_model, trace_only
 from test_capture import Replays
 from test_config import DOCUMENTED
 from torch._dynamo import lookup_backend
@@ -29,14 +28,17 @@ from trained import trained_dflash, trained_dspark, trained_model
 
 from minispec.attention import PagedFlex
 from minispec.beam import BeamDrafter
-from minispec.compiled import Step, shared_by_batches
+from minispec.compiled import Step
 from minispec.dflash import DFlashDrafter
 from minispec.drafter import Drafter, HostDrafter, Plain
 from minispec.dspark import DSparkDrafter
 from minispec.eagle import Eagle3Head, HeadConfig
 from minispec.engine import Engine
 from minispec.kv import KVShape, PagedKV
-from minispec.load.build import compile_step, resolve_sizes
+from minispec.load import files
+from minispec.load.build import resolve_sizes
+from minispec.load.direct import DirectStep, from_files
+from minispec.load.files import compile_function
 from minispec.load.flags import config_from_args
 from minispec.load.tree_shape import beam_shape
 from minispec.load.warm_up import shapes, warm_up
@@ -78,52 +80,55 @@ DRAFTERS: dict[str, Callable[[Model], Drafter | HostDrafter]] = {
 
 
 class Made:
-    """The graphs that torch.compile made: how many of each function, and how often they ran."""
+    """The graphs that were made: how many of each function, and how often they ran."""
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str, patch: pytest.MonkeyPatch, folder: Path) -> None:
         self.backend, self.graphs, self.runs = backend, Counter[str](), 0
         self.compiled = set[Callable[..., Any]]()
         self.of_any_batch: set[str] = set()  # functions of which a graph takes batches of any size
+        trace_only(patch, folder)
+        patch.setattr(files, "BACKEND", self.compile)
+        patch.setattr(files, "compile_function", self.note)
+        self.function = ""
 
-    def compiler(self, function: Step) -> Step:
-        """Compile a function as on CUDA, by a backend that makes no kernels."""
+    def note(self, function: Step, args: Any) -> Any:
+        """Note which function is compiled."""
+        self.function = function.__qualname__
+        return compile_function(function, args)
 
-        def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-            self.graphs[function.__qualname__] += 1
-            if any(isinstance(value, torch.SymInt) for value in inputs):
-                self.of_any_batch.add(function.__qualname__)
-            compiled = lookup_backend(self.backend)(graph, inputs)
-            self.compiled.add(compiled)
-            recorded = whole(compiled)
+    def compile(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Traced:
+        """Compile a graph by a backend that makes no kernels."""
+        self.graphs[self.function] += 1
+        if any(isinstance(value, torch.SymInt) for value in inputs):
+            self.of_any_batch.add(self.function)
+        compiled = lookup_backend(self.backend)(graph, inputs)
+        self.compiled.add(compiled)
+        recorded = whole(compiled)
 
-            def run(*flat: Any) -> Any:
-                self.runs += 1
-                return recorded(*flat)
+        def run(*flat: Any) -> Any:
+            self.runs += 1
+            return recorded(*flat)
 
-            return run
-
-        return shared_by_batches(torch.compile(function, backend=backend, fullgraph=True, dynamic=False))
+        return Traced(run, inputs)
 
 
-def compiled_as_on_cuda(name: str, running: int, backend: str = "eager", flex: bool = True) -> tuple[Scheduler, Made]:
-    """Return a scheduler whose functions are all compiled when they first run, and the graphs that it has made."""
-    torch._dynamo.reset()
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Made:
+    """What is compiled from now on, by `eager`."""
+    return Made("eager", monkeypatch, tmp_path)
+
+
+def compiled_as_on_cuda(name: str, running: int, flex: bool = True) -> Scheduler:
+    """Return a scheduler whose functions are all compiled when they first run."""
     model = copy.deepcopy(trained_model()) if name in ("dflash", "dspark") else tiny_model()
     with torch.inference_mode():
         drafter = DRAFTERS[name](model)
-    scheduler, made = build(model, drafter, host_looks=False, pages=60, running=running, flex=flex), Made(backend)
+    scheduler = build(model, drafter, host_looks=False, pages=60, running=running, flex=flex)
     engine = scheduler.engine
-    engine.compile_small(made.compiler, lambda batch, nodes: True)
-    engine.drafter.compile(made.compiler)
-    model.compile_blocks(made.compiler)
-    return scheduler, made
-
-
-@contextmanager
-def room(graphs: int) -> Iterator[None]:
-    """Let a function have as many graphs as `build.py` lets it have."""
-    with torch._dynamo.config.patch(recompile_limit=8 + graphs):
-        yield
+    engine.compile_small(DirectStep, lambda batch, nodes: True)
+    engine.drafter.compile(DirectStep)
+    model.compile_blocks(DirectStep)
+    return scheduler
 
 
 # ---- every graph has a name ------------------------------------------------------------------------------------------
@@ -154,12 +159,10 @@ WARMED_UP_BELOW = ("none", "eagle3", "lookups", "standalone")  # their names are
 
 @pytest.mark.parametrize("name", slow_unless(
     [name for name in DRAFTERS if name not in WARMED_UP_BELOW], lambda name: name == "ngram"))  # fmt: skip
-def test_the_names_are_those_of_all_graphs_that_torch_compile_makes(name: str) -> None:
-    scheduler, made = compiled_as_on_cuda(name, 1 if name == "eagle3-uncoupled" else 2)
-    engine, told = scheduler.engine, []
+def test_the_names_are_those_of_all_graphs_that_torch_compile_makes(name: str, made: Made) -> None:
+    engine, told = compiled_as_on_cuda(name, 1 if name == "eagle3-uncoupled" else 2).engine, []
     names = shapes(engine)
-    with room(len(names)), torch.inference_mode():
-        warm_up(engine, told.append)
+    warm_up(engine, told.append)
     assert_every_graph_has_its_name(engine, made)
     assert [line.partition(":")[0] for line in told][-1] == f"warm-up {len(names)}/{len(names)}"
 
@@ -173,7 +176,9 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.parametrize(("name", "steps"), slow_unless(
     [("none", 15), ("lookups", 90)], lambda name, steps: name == "none"))  # fmt: skip
-def test_after_warm_up_no_graph_is_made_and_tokens_are_those_of_plain_decoding(name: str, steps: int) -> None:
+def test_after_warm_up_no_graph_is_made_and_tokens_are_those_of_plain_decoding(
+    name: str, steps: int, made: Made
+) -> None:
     """Requests of every kind arrive and end one after the other, so batches of one to four take plain steps and trees.
 
     With lookups there are steps of every kind: prefill, plain, the head's trees and those of the host, and the head
@@ -181,14 +186,14 @@ def test_after_warm_up_no_graph_is_made_and_tokens_are_those_of_plain_decoding(n
     """
     requests = [request(f"r{i}", [i % 50, 2, 30, i % 50, 2], max_new_tokens=4 + 3 * (i % 6), sampling_seed=i,
                         **KINDS[i % 4]) for i in range(6 * steps // 15)]  # fmt: skip
-    scheduler, made = compiled_as_on_cuda(name, 4)
+    scheduler = compiled_as_on_cuda(name, 4)
     engine, rng = scheduler.engine, random.Random(4)
     scheduler.policy.forced = lambda shapes: rng.choice(shapes)
-    with room(len(shapes(engine))), torch.inference_mode():
+    with torch.inference_mode():
         warm_up(engine, lambda line: None)
         assert_every_graph_has_its_name(engine, made)
         before, begun = made.graphs.copy(), engine.changes
-        with torch.compiler.set_stance("fail_on_recompile"):
+        with from_files():
             run(scheduler, requests, stagger=2)
     assert made.graphs == before and engine.changes - begun >= steps
     eager = tiny_model()
@@ -219,23 +224,23 @@ class Counted(Replays):
 
 
 @pytest.mark.parametrize("name", slow_unless(["none", "eagle3", "standalone"], lambda name: name == "none"))
-def test_a_replay_of_compiled_functions_is_the_step(name: str) -> None:
+def test_a_replay_of_compiled_functions_is_the_step(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As a GPU captures them: what AOTAutograd made of each function is recorded, once it is compiled, and replayed.
 
     AOTAutograd lets no argument share memory with another. No graph is made after warm-up, and the tokens are those of
     plain decoding. Steps of other drafters are recorded uncompiled (test_capture.py): compiled they take minutes.
     """
-    scheduler, made = compiled_as_on_cuda(name, 2, "aot_eager")
+    made, scheduler = Made("aot_eager", monkeypatch, tmp_path), compiled_as_on_cuda(name, 2)
     engine, rng = scheduler.engine, random.Random(2)
     scheduler.policy.forced = lambda shapes: rng.choice(shapes)
     greedy, sampled = (
         [request(f"{i} {wishes}", [i, 2, 30, i, 2], max_new_tokens=6 + 3 * i, sampling_seed=i, **wishes)
          for i in range(6)] for wishes in ({}, KINDS[2] if name == "eagle3" else {}))  # fmt: skip
-    with room(len(shapes(engine))), torch.inference_mode():
+    with torch.inference_mode():
         warm_up(engine, lambda line: None)
         assert_every_graph_has_its_name(engine, made)
         replays = Counted(engine, made)
-        with torch.compiler.set_stance("fail_on_recompile"):
+        with from_files():
             for requests in (greedy, sampled):
                 run(scheduler, requests, stagger=2)
     eager = tiny_model()
@@ -276,7 +281,7 @@ def names_on_an_h100(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> list[
         kv = PagedKV(KVShape(shape.layers, shape.kv_heads, shape.head_dim), pages=100, page_size=64, slots=49,
                      rows_per_slot=rows, zeros=model.norm.weight.new_zeros)  # fmt: skip
         engine = Engine(model, kv, drafter, sizes, attend_kind=PagedFlex)
-    engine.compile_small(partial(compile_step, device=torch.device("cuda")), lambda batch, nodes: True)
+    engine.compile_small(DirectStep, lambda batch, nodes: True)
     return shapes(engine)
 
 

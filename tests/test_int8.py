@@ -58,7 +58,8 @@ from minispec.cpu.int8 import (
 from minispec.cpu.linear import can_pack
 from minispec.eagle import Eagle3Head, HeadConfig
 from minispec.llm import LLM
-from minispec.load.build import choose_device, compile_step
+from minispec.load.build import choose_device
+from minispec.load.direct import DirectStep
 from minispec.model import Model, RMSNorm
 from minispec.ranks.shards import Shard, SplitEmbedding
 from minispec.request import SamplingParams
@@ -122,7 +123,7 @@ def test_compiled_products_are_those_of_the_dequantized_weight(
     given = Layer(Int8Linear(random_linear(*shape, dtype, bias=shape[1] == 62)), dtype)
     if packed:
         given.linear.pack()
-    compiled, width = compile_step(Layer.forward, CPU), shape[0] if shape[0] < 1000 else 2 * shape[0]
+    compiled, width = DirectStep(Layer.forward), shape[0] if shape[0] < 1000 else 2 * shape[0]
     x = torch.randn(1, 64, width).to(dtype)
     exact = copy.deepcopy(given).double()
     exact.linear = nn.Linear(*shape, bias=given.linear.bias is not None, dtype=torch.float64)
@@ -297,7 +298,7 @@ def test_int8_weights_are_what_is_served() -> None:
 def test_compiled_steps_are_exact() -> None:
     torch._dynamo.reset()  # the blocks of other tests are the same function
     model = copy.deepcopy(int8_of(sharp_model))
-    model.compile_blocks(partial(compile_step, device=CPU))
+    model.compile_blocks(DirectStep)
     scheduler = build(model, Oracle(truth_of(int8_of(sharp_model)), nodes=4), compiled=True, running=1, chunk=100)
     requests = [*mixed_requests(2), *mixed_requests(2, seed=2, temperature=1.0)]
     run(scheduler, requests)

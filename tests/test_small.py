@@ -11,23 +11,23 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from conformance import random_head
-from exactness import CPU, build, mixed_requests, reference, request, run, tiny_model
+from exactness import build, mixed_requests, reference, request, run, tiny_model
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from minispec.beam import BeamDrafter
-from minispec.compiled import autotuned
 from minispec.cpu.gather import PagedGather
 from minispec.drafter import Drafter, Plain
 from minispec.eagle import Eagle3Head
 from minispec.engine import CAPTURED, Engine
-from minispec.load.build import compile_step
+from minispec.load.direct import DirectStep
+from minispec.load.files import tuning
 from minispec.model import Block
 from minispec.sampling import GREEDY
 from minispec.scheduler import Scheduler
@@ -54,7 +54,7 @@ def eagle3(steps: int, topk: int, nodes: int) -> BeamDrafter:
 def forced(drafter: Drafter, **how: object) -> Scheduler:
     """Return a scheduler whose small functions are compiled for batches of one."""
     scheduler = build(MODEL, drafter, host_looks=False, pages=PAGES, **how)
-    compiler = partial(compile_step, device=CPU)
+    compiler = DirectStep
     scheduler.engine.compile_small(compiler, lambda batch, nodes: batch == 1)
     return scheduler
 
@@ -62,7 +62,7 @@ def forced(drafter: Drafter, **how: object) -> Scheduler:
 @pytest.mark.slow
 def test_greedy_and_sampled_batches_have_a_graph_each() -> None:
     scheduler = build(MODEL, Plain(), host_looks=False, running=1, pages=PAGES)
-    scheduler.engine.compile_small(partial(compile_step, device=CPU), lambda batch, nodes: True)
+    scheduler.engine.compile_small(DirectStep, lambda batch, nodes: True)
     for temperature in (0.0, 1.0, 0.0, 1.0):
         requests = [request("r", [3, 14, 15, 9, 2, 6], max_new_tokens=8, temperature=temperature, sampling_seed=3)]
         run(scheduler, requests)
@@ -228,19 +228,9 @@ def test_tokens_and_trees_are_those_of_the_eager_functions(shape: tuple[int, int
     assert min(compared.values()) > 3
 
 
-def test_on_cuda_lm_heads_and_products_of_one_row_alone_are_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tuning makes a start long: a block's products of several rows gain nothing by it, and attention is given."""
-    used: list[dict | None] = []
-    monkeypatch.setattr(torch, "compile", lambda function, options, **how: lambda *args: used.append(options))
-    head, one, search = {"max_autotune_gemm": True}, torch.zeros(1, 1, 8), {"coordinate_descent_tuning": True}
-    cases = [
-        (Engine._after_blocks, (one,), head), (BeamDrafter._open, (), head), (BeamDrafter._round, (), head),
-        (BeamDrafter._close, (), head), (Engine._before_blocks, (torch.zeros(1),), None),
-        (Block.forward, (one,), search), (Block.forward, (torch.zeros(1, 2, 8),), None),
-        (Block.forward, (torch.zeros(2, 1, 8),), None), (BeamDrafter._take_in, (None, torch.zeros(1, 1)), search),
-    ]  # fmt: skip
-    for function, args, options in cases:
-        autotuned(function)(None, *args)
-        assert used.pop() == options, function.__name__
-    autotuned(Engine._after_blocks, heads=False)(None, one)
-    assert used.pop() is None, "in float32 nothing is looked for"
+def test_on_cuda_a_layers_products_of_one_row_alone_are_tuned() -> None:
+    """Tuning makes a start long: products of several rows and LM heads gain nothing by it, and attention is given."""
+    with FakeTensorMode():
+        one, two, several = (torch.zeros(*sizes, 8, device="cuda") for sizes in ((1, 1), (1, 2), (2, 1)))
+    assert tuning(Block.forward, (None, one)) and not tuning(Engine._after_blocks, (None, one))
+    assert not any(tuning(Block.forward, (None, x)) for x in (two, several, torch.zeros(1, 1, 8)))

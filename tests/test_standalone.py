@@ -11,7 +11,6 @@ import json
 import logging
 import random
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -40,7 +39,7 @@ from minispec import LLM, SamplingParams
 from minispec.attention import Plan
 from minispec.buffers import Sizes
 from minispec.drafter import Drafter, Plain
-from minispec.load.build import compile_step
+from minispec.load.direct import DirectStep
 from minispec.load.draft_models import ids_differ, load_draft, tokenizer_digest
 from minispec.load.memory import Budget
 from minispec.load.tokenizer import byte_tokenizer, load_tokenizer
@@ -236,7 +235,7 @@ def test_compiled_it_is_one_graph_a_shape_whatever_the_depth_and_the_trees_are_t
     trace_only(monkeypatch, tmp_path)  # what Inductor makes of a block is tested in test_engine.py
     models, shape = (tiny_model(), near(0.01)), (3, 2, 6)
     own = StandaloneDrafter(DraftModel(models[1], VOCAB), rounds=3, topk=2, nodes=6)
-    compiler = partial(compile_step, device=CPU)
+    compiler = DirectStep
     models[0].compile_blocks(compiler)
     own.compile(compiler)
     scheduler = build(models[0], own, running=1, chunk=128, compiled=True)

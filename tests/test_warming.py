@@ -6,6 +6,7 @@ That the process ends with a server that is told to end is tested in test_server
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -16,6 +17,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +29,6 @@ import test_standalone
 import torch
 from conftest import slow_unless, wait_until
 from exactness import (
-    CPU,
     VOCAB,
     Oracle,
     build,
@@ -45,18 +46,23 @@ from test_engine import MODEL, eagle3
 from test_experts import MIXED
 from test_llm import config_of
 
+from benchmarks.fake_gpu import H200, pretend_h200, unavailable
 from minispec import LLM
 from minispec.buffers import DecodeBuffers, PrefillBuffers
 from minispec.config import Config
-from minispec.cpu import direct
-from minispec.cpu.files import NotMade, compile_function
 from minispec.drafter import Draft, Drafter, HostDrafter
 from minispec.engine import Engine
-from minispec.load.build import compile_step, rehearse
-from minispec.load.warm_up import make_graphs, shapes, steps_of, time_steps
+from minispec.load import direct
+from minispec.load import files as files_module
+from minispec.load.build import rehearse
+from minispec.load.direct import DirectStep
+from minispec.load.files import compile_function
+from minispec.load.makers import Makers, Task
+from minispec.load.making import NICENESS
+from minispec.load.warm_up import make_graphs, rehearse_step, shapes, steps_of, time_steps
 from minispec.model import Block
 from minispec.scheduler import Scheduler
-from minispec.serve.warming import NICENESS, CompilerProcess, CompilerTask, Warming
+from minispec.serve.warming import Warming
 from minispec.train.export import BlockRecipe, export, new_head
 
 MAKE_GRAPHS = "minispec.load.warm_up.make_graphs"
@@ -76,9 +82,9 @@ class Chains(Oracle):
 def deferred(drafter: Drafter | HostDrafter) -> Scheduler:
     """Return a scheduler that runs eagerly until graphs are made, in the shapes of test_engine.py."""
     model = tiny_model()
-    model.compile_blocks(lambda function: compile_step(function, CPU))
+    model.compile_blocks(DirectStep)
     scheduler = build(model, drafter, compiled=True, running=2, pages=14, chunk=100)
-    scheduler.engine.drafter.compile(lambda function: compile_step(function, CPU))
+    scheduler.engine.drafter.compile(DirectStep)
     for step in steps_of(scheduler.engine):
         step.ready = False
     return scheduler
@@ -172,9 +178,8 @@ def test_a_graph_that_no_file_has_is_not_compiled_and_the_step_goes_on_eagerly(m
     scheduler = deferred(Oracle(truth_of(MODEL), nodes=6))
     engine = scheduler.engine
     monkeypatch.setattr(direct, "loaded", {})
-    monkeypatch.setattr("minispec.cpu.files._options", lambda: "others")  # so that no file fits
-    with pytest.raises(NotMade):
-        make_graphs(engine, steps_of(engine)[0], compiles=False)
+    monkeypatch.setattr("minispec.load.files._options", lambda: "others")  # so that no file fits
+    assert not make_graphs(engine, steps_of(engine)[0], compiles=False)
     assert not steps_of(engine)[0].ready
     asked = request("r", PROMPT)
     run(scheduler, [asked])
@@ -228,22 +233,23 @@ def graphs_of_engine_and_rehearsal(
         graphs[-1].append(f"{function.__qualname__} {loaded.facts} {loaded.same}")
         return loaded, made
 
-    monkeypatch.setattr("minispec.cpu.files.compile_function", note)
-    for one in (engine, rehearse(config, engine.kv.pages)):
-        forget_graphs()
-        shutil.rmtree(tmp_path / "files")
-        (tmp_path / "files").mkdir()
-        graphs.append([])
-        for step in steps_of(one)[:count]:
-            make_graphs(one, step)
+    monkeypatch.setattr("minispec.load.files.compile_function", note)
+    with rehearse(config, engine.kv.pages) as other:
+        for one in (engine, other):
+            forget_graphs()
+            shutil.rmtree(tmp_path / "files")
+            (tmp_path / "files").mkdir()
+            graphs.append([])
+            for step in steps_of(one)[:count]:
+                assert make_graphs(one, step) if one is engine else rehearse_step(one, step)
     return engine, graphs
 
 
 PLAIN_FLAGS = {"dtype": "float32", "device": "cpu", "max_running_requests": 1, "chunked_prefill_size": 64}
 
 
-# The graphs that one name stands for. Around the target's blocks: one before them, and after them one for each of three
-# sets of needs. Around a drafter's network: one before and one after it, for greedy and for sampled requests.
+# Around the target's blocks: one before them, and after them one for each of three sets of needs. Around a drafter's
+# network: one before and one after it, for greedy and for sampled requests.
 AROUND = 4
 
 
@@ -260,10 +266,8 @@ def test_the_rehearsal_has_the_graphs_of_the_engine(algorithm: str, tmp_path: Pa
     count = 1 if algorithm == "STANDALONE" else None
     engine, noted = graphs_of_engine_and_rehearsal(config, tmp_path, monkeypatch, count)
     assert noted[0] == noted[1]
-    around = [name for name in shapes(engine) if name.startswith("around")]
     if algorithm != "STANDALONE":
-        one_less = algorithm in ("DFLASH", "DSPARK")  # an opening that reads no noise: one graph for all steps
-        assert len(noted[0]) == len(shapes(engine)) + (AROUND - 1) * len(around) - one_less
+        assert len(noted[0]) == len(shapes(engine))
     else:  # of a step with trees: draft and target are of one shape, and have two, three and four rows
         assert len(noted[0]) == 3 + 2 * AROUND
 
@@ -276,23 +280,22 @@ def test_of_a_mixture_the_rehearsal_has_two_graphs_of_blocks_for_each_of_the_eng
     config = Config(model_path=str(tmp_path), load_format="dummy", speculative_algorithm="NONE", **PLAIN_FLAGS)
     engine, noted = graphs_of_engine_and_rehearsal(config, tmp_path, monkeypatch)
     assert noted[0] == noted[1]
-    around = [name for name in shapes(engine) if name.startswith("around")]
-    assert len(noted[0]) == 2 * (len(shapes(engine)) - len(around)) + AROUND * len(around) > 4
-    assert sum("experts" in facts for facts in noted[0]) == len(shapes(engine)) - len(around)
+    blocks = [name for name in shapes(engine) if name.startswith("target, ")]
+    assert len(noted[0]) == len(shapes(engine)) + len(blocks) > 4
+    assert sum("experts" in facts for facts in noted[0]) == len(blocks)
 
 
-def warming(monkeypatch: pytest.MonkeyPatch, command: str) -> tuple[Warming, Scheduler]:
+def warming(monkeypatch: pytest.MonkeyPatch, command: str, empty: bool = False) -> tuple[Warming, Scheduler]:
     """Return what makes graphs for an engine whose cache is empty; the process runs this Python code."""
     scheduler = deferred(Oracle(truth_of(MODEL), nodes=6))
 
-    def no_graph(engine: Engine, step: DecodeBuffers, compiles: bool) -> None:
-        """Have no graph."""
-        raise NotMade
-
-    monkeypatch.setattr(MAKE_GRAPHS, no_graph)
-    monkeypatch.setattr(CompilerProcess, "COMMAND", [sys.executable, "-c", command])
-    llm = SimpleNamespace(scheduler=scheduler, compiled=True, compile_later=True, config=Config(),
-                          try_out=lambda: iter(()), move_weights=lambda: None)  # fmt: skip
+    monkeypatch.setattr(MAKE_GRAPHS, lambda engine, step, compiles: False)
+    monkeypatch.setattr(Makers, "COMMAND", [sys.executable, "-c", command])
+    monkeypatch.setattr(files_module, "is_empty", lambda: empty)
+    monkeypatch.setattr("minispec.serve.warming.PATIENCE", 0.0)
+    llm = SimpleNamespace(scheduler=scheduler, compiled=True, compile_later=True, try_out=lambda: iter(()),
+                          makers=lambda steps, wake: Makers(Task(Config(), 2, 1), 2, wake),
+                          move_weights=lambda: None)  # fmt: skip
     return Warming(llm, lambda: None), scheduler
 
 
@@ -315,18 +318,18 @@ def test_if_the_process_fails_what_is_missing_stays_eager_and_is_served(monkeypa
 def test_no_warning_takes_the_place_of_why_the_process_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     beside = """
 import logging, os
-from minispec.serve import warming
-def compile_steps(recipe, names):
+from minispec.load import making
+def make_files(task):
     print("no room", flush=True)
     logging.getLogger("minispec").warning("other processes use the cores")
     os._exit(1)
-warming.compile_steps = compile_steps
-warming.main()
+making.make_files = make_files
+making.main()
 """
-    monkeypatch.setattr(CompilerProcess, "COMMAND", [sys.executable, "-c", beside])
-    process = CompilerProcess(CompilerTask(Config(), 2, 1), lambda: None)
-    wait_until(lambda: process.ended)
-    assert process.last_words == "no room"
+    monkeypatch.setattr(Makers, "COMMAND", [sys.executable, "-c", beside])
+    makers = Makers(Task(Config(), 2, 1), 1)
+    makers.wait("a step that nobody makes")
+    assert makers.ended and makers.last_words == "no room"
 
 
 def test_trying_out_goes_in_parts_between_which_requests_are_served(monkeypatch) -> None:
@@ -352,30 +355,17 @@ def test_trying_out_goes_in_parts_between_which_requests_are_served(monkeypatch)
 
 
 def test_what_the_process_compiled_and_no_file_has_is_compiled_while_nobody_waits(monkeypatch) -> None:
-    class Done:
-        """A process that has compiled everything at once."""
-
-        def __init__(self, recipe: CompilerTask, wake: Callable[[], None]) -> None:
-            self.told, self.made, self.idle, self.ended = [], set(), True, False
-
-        def tell(self, step: str) -> None:
-            """Compile a step at once."""
-            self.told.append(step)
-            self.made.add(step)
-
-        def stop(self) -> None:
-            """End."""
-            self.ended, self.idle = True, False
-
     beside, scheduler = warming(monkeypatch, "")
-    monkeypatch.setattr("minispec.serve.warming.CompilerProcess", Done)
     engine, made = scheduler.engine, []
+    done = SimpleNamespace(made={step.name for step in steps_of(engine)}, ended=False)
+    done.stop = lambda: vars(done).update(ended=True)
+    beside.llm.makers = lambda steps, wake: done
 
-    def noted(engine: Engine, step: DecodeBuffers, compiles: bool) -> None:
+    def noted(engine: Engine, step: DecodeBuffers, compiles: bool) -> bool:
         """Find nothing in files."""
-        if not compiles:
-            raise NotMade
-        made.append(step)
+        if compiles:
+            made.append(step)
+        return compiles
 
     monkeypatch.setattr(MAKE_GRAPHS, noted)
     beside.turn(busy=False)
@@ -413,39 +403,45 @@ def test_weights_move_to_huge_pages_at_once_or_after_the_graphs_in_files(empty, 
     assert moved == [here if empty else "huge pages"]
 
 
-def test_what_importing_made_is_not_looked_through_for_garbage() -> None:
-    code = """
+def test_a_first_answer_waits_neither_for_dynamo_nor_for_garbage_where_there_are_files(tmp_path: Path) -> None:
+    """What importing made is not looked through for garbage, and what only compiling needs is imported later."""
+    target = config_of(tiny_model(), tmp_path / "target")
+    (tmp_path / "minispec").mkdir()
+    (tmp_path / "minispec" / "something.0").touch()
+    code = f"""
         import gc, sys
         from minispec.config import Config
+        from minispec.request import SamplingParams
         from minispec.serve.worker import build_sealed_llm
         before = gc.get_freeze_count()
-        try:
-            build_sealed_llm(Config(model_path="nowhere"), print)
-        except Exception as error:
-            print(type(error).__name__)
-        print(gc.get_freeze_count() - before > 100_000, gc.isenabled(), "torch" in sys.modules)
+        llm = build_sealed_llm(Config(model_path={str(target)!r}, load_format="dummy", dtype="bfloat16", device="cpu",
+                                      max_running_requests=1, max_total_tokens=512), print)
+        print(gc.get_freeze_count() - before > 100_000, gc.isenabled(), llm.compile_later)
+        llm.generate([3, 4], SamplingParams(max_new_tokens=4, ignore_eos=True))
+        print([name for name in ("torch._dynamo", "torch._inductor", "sympy") if name in sys.modules])
     """
-    run = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
-    assert run.stdout.splitlines()[-1] == "True True True"
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True,
+                         env=os.environ | {files_module.CACHE: str(tmp_path)})  # fmt: skip
+    assert run.stdout.splitlines()[-2:] == ["True True True", "[]"]
 
 
 def test_a_busy_engine_gives_its_requests_as_long_as_the_graph_before_took(monkeypatch) -> None:
     beside, scheduler = warming(monkeypatch, "")
-    monkeypatch.setattr(MAKE_GRAPHS, lambda engine, step, compiles: time.sleep(0.05))
+    monkeypatch.setattr(MAKE_GRAPHS, lambda engine, step, compiles: time.sleep(0.05) or True)
     assert beside.turn(busy=True) and not beside.turn(busy=True) and beside.turn(busy=False)
     wait_until(lambda: beside.turn(busy=True))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=str)
 def test_the_process_and_what_it_runs_end_with_the_server(number: signal.Signals) -> None:
-    beside = ("import subprocess, minispec.serve.warming as w; "
-              "w.compile_steps = lambda recipe, names: subprocess.run(['sleep', '99']); w.main()")  # fmt: skip
+    beside = ("import subprocess, minispec.load.making as m; "
+              "m.make_files = lambda task: subprocess.run(['sleep', '99']); m.main()")  # fmt: skip
     server = f"""
 import sys, time
 from minispec.config import Config
-from minispec.serve.warming import CompilerProcess, CompilerTask
-CompilerProcess.COMMAND = [sys.executable, "-c", {beside!r}]
-print(CompilerProcess(CompilerTask(Config(), 2, 1), lambda: None).process.pid, flush=True)
+from minispec.load.makers import Makers, Task
+Makers.COMMAND = [sys.executable, "-c", {beside!r}]
+print(Makers(Task(Config(), 2, 1), 1).processes[0].pid, flush=True)
 time.sleep(99)
 """
     process = subprocess.Popen([sys.executable, "-c", server], stdout=subprocess.PIPE, text=True)
@@ -467,3 +463,34 @@ def living(group: int) -> int:
             continue
         count += int(its) == group and state != "Z"
     return count
+
+
+# ---- the rehearsal of a GPU ------------------------------------------------------------------------------------------
+
+
+def rehearsed_as_on_a_gpu(config: Config, folder: Path) -> tuple[int, int, list[str]]:
+    """Return how many graphs a rehearsal for an H200 that is not there traces, and has names, and its open steps."""
+    memory = (H200.total_memory, H200.total_memory)
+    with pytest.MonkeyPatch.context() as patch, pretend_h200():
+        trace_only(patch, folder)
+        patch.setattr(torch.cuda, "mem_get_info", lambda *_: memory)
+        patch.setattr(torch.cuda, "get_device_name", lambda *_: H200.name)
+        with rehearse(config, 63) as engine:
+            lacking = [step.name for step in steps_of(engine) if not rehearse_step(engine, step)]
+            return graphs_made(), len(shapes(engine)), lacking
+
+
+@pytest.mark.slow
+def test_a_process_without_a_gpu_s_memory_has_the_graphs_of_an_engine_on_cuda(tmp_path: Path) -> None:
+    if why := unavailable():
+        pytest.skip(why)
+    target, draft = target_and_head(tmp_path)
+    config = Config(
+        model_path=str(target), load_format="auto", dtype="bfloat16", device="cuda", speculative_algorithm="EAGLE3",
+        speculative_draft_model_path=str(draft), speculative_num_steps=2, speculative_eagle_topk=2,
+        speculative_num_draft_tokens=4, max_running_requests=4, cuda_graph_bs=(1, 4),
+    )  # fmt: skip
+    (tmp_path / "files").mkdir()
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pretender:
+        made, names, lacking = pretender.submit(rehearsed_as_on_a_gpu, config, tmp_path / "files").result()
+    assert made == names > 20 and not lacking

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -48,7 +47,7 @@ from minispec import LLM
 from minispec.attention import Plan
 from minispec.cpu import int8
 from minispec.cpu.products import products_pay
-from minispec.load.build import compile_step
+from minispec.load.direct import DirectStep
 from minispec.load.warm_up import shapes, warm_up
 from minispec.scheduler import Scheduler
 from minispec.standalone import DraftModel, StandaloneDrafter
@@ -111,7 +110,7 @@ def compiled(dtype: torch.dtype, running: int) -> tuple[Scheduler, int]:
     """Return a scheduler of a model with windows that drafts for itself, all compiled, and how many graphs it took."""
     forget_graphs()
     model, draft = (tiny_model(**WINDOWED).to(dtype) for _ in range(2))
-    compiler = partial(compile_step, device=CPU)
+    compiler = DirectStep
     model.compile_blocks(compiler)
     drafter = StandaloneDrafter(DraftModel(draft, VOCAB), rounds=2, topk=2, nodes=4)
     drafter.compile(compiler)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from minispec.attention import Plan
-from minispec.cpu.direct import DirectStep, any_size
 from minispec.cpu.gather import GatherLayer, PromptLayer
+from minispec.load.direct import DirectStep, any_size
+from minispec.load.files import prepare
 
 BOUND = 1e-5  # of the largest number, in float32
 
@@ -40,6 +41,7 @@ class ThreeWays:
     """
 
     def __init__(self, step: DirectStep, attend_at: int) -> None:
+        prepare()  # for torch.compile, as for the step
         self.step, self.attend_at = step, attend_at
         self.reference = torch.compile(step.function, fullgraph=True, dynamic=False)
         self.seen: dict[PlanShape, float] = {}

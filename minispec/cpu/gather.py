@@ -10,7 +10,7 @@ has, rounded up. For one request with a small tree the plan itself writes the st
 compiled code around the blocks. A prefill step has a strip a request, however many those are, so compiled code calls an
 operator that it does not look into.
 
-Read next: `products.py`, `compiled.Key` for `moving` and `any_size`; docs/log.md has the times.
+Read next: `products.py`, `compiled.Key` for `any_size`; docs/log.md has the times.
 """
 
 from __future__ import annotations

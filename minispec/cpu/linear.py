@@ -22,7 +22,6 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from minispec.compiled import Compiler, Key, Step
 from minispec.cpu import template
@@ -115,6 +114,10 @@ def own_heads(module: nn.Module | None) -> list[PackedHead]:
 
 def is_one(rows: int) -> bool:
     """Return whether a graph is of one row, and of no other number."""
+    if isinstance(rows, int):
+        return rows == 1
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # here: a start need not wait for sympy
+
     return statically_known_true(rows == 1)
 
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from minispec.operators import operator
 
 PAIR = 2  # inputs whose weights lie side by side: the instructions multiply pairs of bfloat16
+KNOWN = "2.13."  # a release of PyTorch that has all of the names
 ROWS, INPUTS = 32, 32  # of a register block; its columns differ by processor
 
 
@@ -48,10 +49,17 @@ def reason_against(dtype: torch.dtype) -> str | None:
     if not (has_tiles() or torch.cpu.get_capabilities().get("avx512_bf16")):
         return "the processor has neither AMX nor AVX512_BF16"
     try:
-        _lower()
+        if not torch.__version__.startswith(KNOWN):  # else a start need not wait for Inductor
+            _lower()
     except (ImportError, AttributeError) as error:
         return f"PyTorch {torch.__version__} lacks a name: {error}"
     return None
+
+
+def lower() -> None:
+    """Let what is compiled in this process have the template, if it can."""
+    if reason_against(torch.bfloat16) is None:
+        _lower()
 
 
 def blocked(weight: Tensor) -> Tensor:
@@ -112,6 +120,8 @@ def of_any_rows(compiled: Callable[..., Tensor], x: Tensor, *others: Tensor) -> 
 
 @functools.cache
 def _compiled(features: int, wide: bool) -> Any:
+    _lower()
+
     def product(x: Tensor, weight: Tensor) -> Tensor:
         return torch.ops.minispec.blocked_linear(x, weight, features, wide)
 

@@ -4,7 +4,7 @@
 whether the last two are done. Then weights move to huge pages, and `Build.engine_of` makes the engine around the parts,
 with functions that compile when they first run. `Outline`, `Rehearsal` and `Follow` do a few of the steps differently.
 
-Read next: `memory.py`, which counts what is made here; `link.py` for ranks, `warming.py` for rehearsals.
+Read next: `memory.py`, which counts what is made here; `link.py` for ranks, `making.py` for rehearsals.
 """
 
 from __future__ import annotations
@@ -12,22 +12,21 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from minispec.asked.grammar import Grammars
 from minispec.asked.steps import Asking
-from minispec.attention import AttendKind, PagedFlex
+from minispec.attention import AttendKind, PagedFlex, allow_uncompiled
 from minispec.buffers import Sizes, coarse_batches
-from minispec.compiled import CompileFor, Compiler, Step, autotuned
+from minispec.compiled import CompileFor
 from minispec.config import WIDE, Config, flag_name
-from minispec.cpu.direct import DirectStep, prepare
-from minispec.cpu.files import is_empty, take_from
 from minispec.cpu.gather import PagedGather
 from minispec.cpu.huge_pages import move_to_huge_pages, move_when_idle, sparse
 from minispec.cpu.int8 import TEXT, check_int8, pack_integers, quantize, replace_weights
@@ -41,15 +40,18 @@ from minispec.drafter import Drafter, Plain
 from minispec.engine import Engine
 from minispec.keys import naming
 from minispec.load.default_model import ensure_default_model
+from minispec.load.direct import DirectStep
 from minispec.load.drafters import make_drafter, with_own_head
+from minispec.load.files import has_compiler, is_empty, prepare, take_from
 from minispec.load.fp8_weights import read_weights, stored_in_fp8
 from minispec.load.gguf_models import as_folder
 from minispec.load.machine import host_memory, limit_threads
+from minispec.load.makers import Makers, Task, process_count
 from minispec.load.memory import Budget, Memory, free_bytes, largest_graph, make_kv, measure, unsaid
 from minispec.load.ranks import gather
 from minispec.load.selftest import PROMPT, self_test
 from minispec.load.tokenizer import Tokenizer, byte_tokenizer, eos_token_ids, load_tokenizer
-from minispec.load.warm_up import shapes, steps_of, time_steps, warm_up
+from minispec.load.warm_up import steps_of, time_steps, warm_up
 from minispec.load.weights import load_weights, read_config, resolve_model, tied_as_stored
 from minispec.model import Block, Model, ModelConfig, published_tensors
 from minispec.ranks.link import Elsewhere, Lead, Ranks
@@ -106,8 +108,8 @@ class Build:
         if on_cpu:
             limit_threads(self.config.tp_size // self.config.nnodes)
             spin_alone()
-            if self.config.compiled_files is not None:
-                take_from(Path(self.config.compiled_files))
+        if self.config.compiled_files is not None:
+            take_from(Path(self.config.compiled_files))
         self.config = config = with_own_head(self.config, self.hf_config, self.folder, self.tell)
         if config.tp_size > 1:
             if config.first_rank() != 0:
@@ -128,10 +130,12 @@ class Build:
         self.limits: dict[str, Any] = {"context_length": context, "max_running": running, "chunk_size": chunk}
         self.limits |= {"batches": batches} if batches else {}
         self.compiled = _can_compile(config, self.device)
+        self.beside = later and self.compiled and self.ranks is None  # whether processes compile
         # With other ranks compiling cannot come later: every rank would need processes that compile beside it.
         # The bits of eager and compiled steps are the same with `rowwise`, but eager ones have compiled products.
-        self.later = (later and self.compiled and on_cpu and not config.wait_until_compiled and self.ranks is None
-                      and not self.rowwise)  # fmt: skip
+        self.later = self.beside and on_cpu and not config.wait_until_compiled and not self.rowwise
+        if self.later and is_empty():
+            prepare()  # else this is put off, and a stream would be silent meanwhile
 
     def _reason_against_rowwise(self) -> str | None:
         """Return why a text cannot depend on its own request alone here; None: it can."""
@@ -222,15 +226,13 @@ class Build:
     def engine_of(self, parts: Parts, pages: int) -> Engine:
         """Return the engine around the parts, with `pages` pages; if `compiled`, its functions compile at first run."""
         sizes, network, drafter, unsplit = parts
-        # In float32, which is there for exactness, a search for an LM head's kernel would take a quarter of a minute.
-        compiler: Compiler = partial(compile_step, device=self.device, heads=self.dtype != torch.float32)
         if self.compiled:
-            network.compile_blocks(compiler)
-            drafter.compile(compiler)
+            network.compile_blocks(DirectStep)
+            drafter.compile(DirectStep)
             # The steps of several requests make these graphs in the warm-up; without them nothing would.
             for model in (network, drafter.network, unsplit) if sizes.max_running > 1 else ():
                 for head in own_heads(model):
-                    head.compile_alone(compiler)
+                    head.compile_alone(DirectStep)
         kv = make_kv(self.config, network, sizes, pages)
         accept = Accept(self.config.thresholds, self.config.simulate_acc_len)
         attend_kind: AttendKind = PagedFlex if self.compiled and kv.pool.is_cuda else PagedGather
@@ -244,12 +246,7 @@ class Build:
             # if blocks are fast (docs/log.md). For larger trees the drafter's functions would be compiled too.
             few: CompileFor = lambda batch, nodes: batch == 1  # noqa: E731
             every: CompileFor = lambda batch, nodes: True  # noqa: E731
-            engine.compile_small(compiler, every if kv.pool.is_cuda else few)
-            # Every shape is a graph of the same function, and several LLMs may share a process, so the limit is raised
-            # by the number of graphs. It stays raised after the warm-up, since code that later registers a pytree node,
-            # as transformers does, invalidates all graphs, and they are compiled again.
-            kinds = {_kind(block) for model in (network, drafter.network) for block in _blocks(model)}
-            torch._dynamo.config.recompile_limit += len(shapes(engine)) * len(kinds)
+            engine.compile_small(DirectStep, every if kv.pool.is_cuda else few)
         return engine
 
     # ---- from the first step to the last -------------------------------------------------------------------------
@@ -284,7 +281,8 @@ class Build:
                 step.ready = False
         else:
             with budget.watch("warming up"):
-                warm_up(engine, self.tell)
+                by_processes = self.beside and self.device.type == "cuda"
+                warm_up(engine, self.tell, partial(self.makers, engine) if by_processes else None)
             with budget.watch("capturing CUDA graphs"):
                 captured = captured_batches(config, engine.sizes)
                 # In eager steps the number of rows that attention reads is a Python number, which a captured graph
@@ -313,6 +311,11 @@ class Build:
                 yield
         if drafter.network is not None and config.load_format != "dummy" and config.simulate_acc_len is None:
             self_test(engine, drafter, self.tokenizer.encode(PROMPT))
+
+    def makers(self, engine: Engine, steps: int, wake: Callable[[], None] = lambda: None) -> Makers:
+        """Start processes that make the files of an engine; steps: how many kinds lack them; wake: that of `Makers`."""
+        task = Task(self.config, engine.kv.pages, torch.get_num_threads())
+        return Makers(task, process_count(steps), wake)
 
     def move_weights(self) -> None:
         """Have a thread move the weights to huge pages, if that was put off when they were loaded."""
@@ -349,11 +352,6 @@ def _no_experts(flag: str, kind: str) -> str:
     return f"{flag} {kind}: experts are not quantized yet; a mixture of experts is served without the flag"
 
 
-def compile_step(function: Step, device: torch.device, heads: bool = True) -> Step:
-    """Return `function` compiled for inference on `device`; `heads` is that of `autotuned`."""
-    return autotuned(function, heads) if device.type == "cuda" else DirectStep(function)
-
-
 # ---- the other kinds ---------------------------------------------------------------------------------------------
 
 
@@ -379,9 +377,14 @@ class Outline(Build):
 
 
 class Rehearsal(Outline):
-    """The parts of an engine on a CPU that only compiles for a server: layers of a kind are one, of junk."""
+    """The parts of an engine that only compiles: layers of a kind are one, and on CUDA tensors are fake."""
 
     def network(self) -> Model:
+        """Return the target, on the meta device for CUDA."""
+        if self.device.type == "cuda":
+            network = super().network()
+            _share_layers(network)
+            return network
         return Model.empty(self.model_config, self.dtype, self.device, change=_share_layers)
 
     def draft(self, target: Model) -> Drafter:
@@ -398,18 +401,47 @@ def _share_layers(model: Model) -> None:
     model.layers = nn.ModuleList(firsts.setdefault(_kind(block), block) for block in _blocks(model))
 
 
-@torch.inference_mode()
-def rehearse(config: Config, pages: int) -> Engine:
-    """Return an engine on a CPU with the same sizes and pages as another one; no graph is compiled yet.
+def _pretend(network: nn.Module, device: torch.device) -> None:
+    """Put tensors on `device`, of the same shapes, in place of a network's; to be called under FakeTensorMode."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # by a tensor's number: it and its substitute; tied ones stay one
 
-    Graphs do not depend on the values of weights. So the other engine finds in files what is compiled here.
-    Steps on padding write to page 0 alone, so the other pages take no memory.
+    def on_device(tensor: Tensor) -> Any:
+        """Return the tensor's substitute."""
+        if id(tensor) not in made:
+            new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            new = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+            made[id(tensor)] = tensor, new
+        return made[id(tensor)][1]
+
+    for part in network.modules():
+        for values in (part._parameters, part._buffers, vars(part)):
+            values.update({name: on_device(value) for name, value in values.items() if isinstance(value, Tensor)})
+
+
+@contextmanager
+def rehearse(config: Config, pages: int) -> Iterator[Engine]:
+    """Yield an engine with the same sizes and pages as another one; within this context its graphs are compiled.
+
+    Graphs do not depend on the values of weights. So the other engine finds in files what is compiled here. On a CPU
+    steps on padding write to page 0 alone, so the other pages take no memory. On CUDA nothing is in memory.
     """
     build = Build(config, lambda line: None)
     build.lead()
     rehearsal = Rehearsal(build)
-    with unsaid(), sparse():
-        return rehearsal.engine_of(rehearsal.parts(), pages)
+    with torch.inference_mode(), ExitStack() as stack:
+        with unsaid(), sparse():
+            parts = rehearsal.parts()
+            if build.device.type == "cuda":
+                from torch._subclasses.fake_tensor import FakeTensorMode
+
+                torch._inductor.config.compile_threads = 1  # a pool of processes for each process would be too many
+                allow_uncompiled()
+                stack.enter_context(FakeTensorMode())
+                for network in (parts.network, parts.drafter.network):
+                    if network is not None:
+                        _pretend(network, build.device)
+            engine = rehearsal.engine_of(parts, pages)
+        yield engine
 
 
 class Follow(Build):
@@ -625,17 +657,10 @@ def captured_batches(config: Config, sizes: Sizes) -> tuple[int, ...]:
 
 
 def _can_compile(config: Config, device: torch.device) -> bool:
-    """Return whether blocks are compiled, and prepare Inductor if they are; if they cannot be, log what is missing."""
+    """Return whether blocks are compiled; if they cannot be, log what is missing."""
     if config.disable_torch_compile:
         return False
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        if device.type == "cpu":
-            get_cpp_compiler()
-            prepare()
+    if device.type == "cuda" or has_compiler():
         return True
-    except InvalidCxxCompiler:
-        logger.warning("torch.compile needs a C++ compiler (g++ or clang++) and found none: running eagerly, slower")
-        return False
+    logger.warning("torch.compile needs a C++ compiler (g++ or clang++) and found none: running eagerly, slower")
+    return False

@@ -27,7 +27,8 @@ from typing import Any
 
 import tiktoken
 import tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+import transformers
+from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from minispec.keys import LARGEST, Keys, ModelError
@@ -219,7 +220,8 @@ def _load_huggingface(folder: Path, template: Template) -> Tokenizer:
     """
     has_json = (file := folder / "tokenizer.json").is_file()
     try:
-        loader = PreTrainedTokenizerFast if has_json else AutoTokenizer
+        # By its full name, since importing it takes a while.
+        loader = PreTrainedTokenizerFast if has_json else transformers.AutoTokenizer
         loaded = loader.from_pretrained(folder, trust_remote_code=False, local_files_only=True, padding_side="left")
         rust = getattr(loaded, "backend_tokenizer", None)
         failure: object = "only a slow Python tokenizer"

@@ -4,7 +4,7 @@ Graphs are made by running steps on padding. Such a step serves no request and w
 may run between two other steps. A server on a CPU makes its graphs while it serves, a step at a time (`warming.py`). In
 all other cases the graphs are made first.
 
-Read next: `engine.py`, whose steps these are; `direct.py` for graphs.
+Read next: `engine.py`, whose steps these are; `direct.py` for graphs; `makers.py`, processes that make them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from typing import Any
 import torch
 
 from minispec.buffers import DecodeBuffers, PrefillBuffers
-from minispec.cpu.direct import DirectStep, from_files
 from minispec.cpu.linear import own_heads
 from minispec.engine import COMPILED, Engine
+from minispec.load.direct import from_files, rehearsal
+from minispec.load.files import NotMade
+from minispec.load.makers import Makers
 from minispec.sampling import GREEDY
 from minispec.tree import Shape
 
@@ -60,7 +62,7 @@ def graphs_of(engine: Engine, step: DecodeBuffers | PrefillBuffers) -> list[str]
     if not engine.small.choice(step.batch, step.nodes):
         drafts = engine.drafter.network if step.nodes > 1 else None
         return [*names, *_head("target", engine.model), *_head("drafter", drafts)]
-    return names + (_around_on_cpu if isinstance(engine.small.compiled[0], DirectStep) else _around)(engine, step)
+    return names + _around(engine, step)
 
 
 def _head(owner: str, network: Any) -> list[str]:
@@ -81,26 +83,33 @@ def _around(engine: Engine, step: DecodeBuffers) -> list[str]:
     return [f"{name}, {batch}" for name in names]
 
 
-def _around_on_cpu(engine: Engine, step: DecodeBuffers) -> list[str]:
-    """Return one name for all graphs around the target's blocks of a step, and one for all around the drafter's."""
-    owners = ("target", "drafter") if step.nodes > 1 and engine.drafter.rounds else ("target",)
-    return [f"around the {owner}, batch {step.batch}, {step.nodes} nodes a tree" for owner in owners]
-
-
-def warm_up(engine: Engine, progress: Callable[[str], None]) -> None:
+def warm_up(engine: Engine, progress: Callable[[str], None], start: Callable[[int], Makers] | None = None) -> None:
     """Run every kind of step on padding, so that all is compiled: on a CPU largest first, on CUDA one request's first.
 
-    On CUDA this takes long. If it is stopped, the cache has the graphs that are made.
+    start: starts processes that make files for so many steps (`Build.makers`). Without it all is compiled here. This
+    takes long. If it is stopped, the cache has the graphs that are made.
     """
     steps, total, begun = steps_of(engine), len(shapes(engine)), set[str]()
     if engine.device.type == "cuda":
         progress(f"compiling {total} graphs; fewer batch sizes in --cuda-graph-bs start sooner")
     else:
         steps.reverse()
-    for step in steps:
-        begun.update(graphs_of(engine, step))
-        progress(f"warm-up {len(begun)}/{total}: {step.name}")
+    lacking = [step for step in steps if start is None or not make_graphs(engine, step, compiles=False)]
+    with nullcontext() if start is None or not lacking else start(len(lacking)) as makers:
+        for step in steps:
+            if makers is not None and step in lacking:
+                makers.wait(step.name)
+            begun.update(graphs_of(engine, step))
+            progress(f"warm-up {len(begun)}/{total}: {step.name}")
+            if step in lacking:
+                make_graphs(engine, step)
+
+
+def rehearse_step(engine: Engine, step: DecodeBuffers | PrefillBuffers) -> bool:
+    """Make files of what a step runs, in an engine of `build.rehearse`; False if another process makes some of them."""
+    with rehearsal() as mode:
         _run_on_padding(engine, step)
+        return not mode.lacks
 
 
 def _run_on_padding(engine: Engine, step: DecodeBuffers | PrefillBuffers) -> None:
@@ -115,19 +124,22 @@ def _run_on_padding(engine: Engine, step: DecodeBuffers | PrefillBuffers) -> Non
 
 
 @torch.inference_mode()
-def make_graphs(engine: Engine, step: DecodeBuffers | PrefillBuffers, compiles: bool = True) -> None:
-    """Make the graphs that a step lacks, and set it `ready`.
+def make_graphs(engine: Engine, step: DecodeBuffers | PrefillBuffers, compiles: bool = True) -> bool:
+    """Make the graphs that a step lacks, and set it `ready`, which is returned.
 
-    compiles: False takes them from files, and raises `NotMade` where one is in no file. After an exception the step
-    runs eagerly, as before.
+    compiles: False takes them from files. Where one is in no file, or after an exception, the step runs eagerly, as
+    before.
     """
     step.ready = True  # for this run
     try:
         with nullcontext() if compiles else from_files():
             _run_on_padding(engine, step)
+    except NotMade:
+        step.ready = False
     except BaseException:
         step.ready = False
         raise
+    return step.ready
 
 
 def time_steps(engine: Engine, batch: int) -> None:

@@ -33,21 +33,22 @@ class Watchdog:
         self.seconds, self._end = seconds, end
         self._began: float | None = None  # when what is watched now began
         self._set: float | None = None  # when the timer was set, None where it is not
+        self._hears = False  # whether Dynamo, once it is imported, tells when it compiles
         self._paused = False  # whether something is compiled within what is watched
 
     def start(self) -> None:
         """Begin to watch: as soon as PyTorch is there, and nothing but requests to do."""
         if not self.seconds:
             return
-        from torch._dynamo import callback  # here, since the server listens before torch is imported
-
-        callback.on_compile_start(lambda *_: self._pause())
-        callback.on_compile_end(lambda *_: self._go_on())
         threading.Thread(target=self._look, name="watchdog", daemon=True).start()
 
     def __enter__(self) -> None:
         if not self.seconds:
             return
+        if not self._hears and (callback := sys.modules.get("torch._dynamo.callback")) is not None:
+            callback.on_compile_start(lambda *_: self._pause())
+            callback.on_compile_end(lambda *_: self._go_on())
+            self._hears = True
         now = time.monotonic()
         if self._set is None or now - self._set > SLACK * self.seconds:
             faulthandler.dump_traceback_later((2 + SLACK) * self.seconds, exit=True, file=sys.stderr)

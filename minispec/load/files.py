@@ -15,7 +15,7 @@ lowers our operators. And a file knows the source that was traced, by checksum.
 A file is code, since loading unpickles. So the folder and all above it must be writable by this user or root alone, and
 so must the file. The folder lies in Inductor's own cache, where each file's machine code is.
 
-Read next: `direct.py`, which calls what is loaded; `serve/warming.py`, whose processes make files for a server.
+Read next: `direct.py`, which calls what is loaded; `makers.py`, the processes that make files for a server.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ import json
 import logging
 import os
 import platform
+import re
 import shutil
 import stat
+import subprocess
 import sys
 import tempfile
 import types
@@ -42,6 +44,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from minispec.cpu import template
+from minispec.load.machine import own_compile_cache
 
 logger = logging.getLogger("minispec")
 
@@ -90,7 +95,8 @@ def _holds(fact: Any, value: Any) -> bool:
 
 
 def _kind(tensor: Tensor) -> str:
-    return f"{type(tensor).__name__} {tensor.dtype} {tensor.device} {tensor.requires_grad}"
+    kind = "Parameter" if isinstance(tensor, torch.nn.Parameter) else type(tensor).__name__.removeprefix("Fake")
+    return f"{kind} {tensor.dtype} {tensor.device} {tensor.requires_grad}"
 
 
 def _layout(tensor: Tensor, sizes: Sequence[int | None]) -> bool | list[int]:
@@ -159,12 +165,36 @@ def compile_function(function: Callable[..., Any], args: Sequence[Any]) -> tuple
         return [False] * len(guards)
 
     how: dict[str, Any] = {"backend": BACKEND, "fullgraph": True, "dynamic": False}
-    compiler: Any = torch.compile(function, **how, options={"guard_filter_fn": note})
+    options = tuning(function, args)
+    compiler: Any = torch.compile(function, **how, options={**options, "guard_filter_fn": note})
     if not hasattr(compiler, "aot_compile"):
-        return Loaded(function, {}, {}, torch.compile(function, **how)), None
+        return Loaded(function, {}, {}, torch.compile(function, **how, options=options or None)), None
     made = compiler.aot_compile((tuple(args), {}))
     values = dict(sorted(values.items()))
     return Loaded(function, {name: described(value) for name, value in values.items()}, _same(values), made.fn), made
+
+
+def _compile(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Loaded, Any]:
+    """Do the same; what a compiler that was killed left of a library is removed, which Inductor would try to load."""
+    while True:
+        try:
+            return compile_function(function, args)
+        except Exception as error:
+            cut = re.search(r"ImportError: (/\S+\.so): ", str(error))
+            if cut is None or not (library := Path(cut[1])).exists():
+                raise
+            library.unlink()
+
+
+def tuning(function: Callable[..., Any], args: Sequence[Any]) -> dict[str, Any]:
+    """Return Inductor's options for a function of these arguments.
+
+    On CUDA a layer's products of one row become kernels that read the weights once and belong to their neighbours.
+    "Coordinate descent" finds the sizes of their blocks, at the first run. Nothing else is tuned (docs/cuda.md).
+    """
+    x = next((arg for arg in args if isinstance(arg, Tensor) and arg.dim() > 1), None)  # [B, N, ...]
+    one_row = x is not None and x.is_cuda and x.shape[:2].numel() == 1 and function.__name__ == "forward"
+    return {"coordinate_descent_tuning": True} if one_row else {}
 
 
 def _content(loaded: Loaded, made: Any) -> bytes:
@@ -197,36 +227,74 @@ class NotMade(RuntimeError):
     """No file has the compiled function, and it was not to be compiled here."""
 
 
-def find(function: Callable[..., Any], args: Sequence[Any], name: str, compiles: bool) -> Loaded:
+def find(
+    function: Callable[..., Any], args: Sequence[Any], name: str, compiles: bool = True, rehearses: bool = False
+) -> Loaded:
     """Return a function compiled for these arguments, the owner first: from a file, or compiled and kept in one.
 
-    name: of the file, without what `machine` says. compiles: False raises NotMade in place of compiling.
+    name: of the file, without what `machine` says. compiles: False raises NotMade in place of compiling. rehearses: the
+    function is not to be called, and NotMade is raised in place of waiting for a process that is making it.
     """
-    path = folder() / f"{function.__qualname__}-{hashlib.sha256(f'{name} {machine()}'.encode()).hexdigest()[:32]}"
-    if (found := _first(path, function, args)) is not None:
+    prepare()
+    path = folder() / f"{function.__qualname__}-{hashlib.sha256(f'{name} {machine(args)}'.encode()).hexdigest()[:32]}"
+    found, _ = _look(path, function, args, not rehearses)
+    if found is not None:
         return found
     if not compiles:
         raise NotMade(f"{function.__qualname__} is in no file yet")
-    with _alone(path):  # another process may be about to make it
-        if (found := _first(path, function, args)) is not None:
+    with _alone(path, not rehearses):
+        found, place = _look(path, function, args, not rehearses)
+        if found is not None:  # another process has made it meanwhile
             return found
-        loaded, made = compile_function(function, args)
+        loaded, made = _compile(function, args)
         if made is None:
             return loaded
         try:
             content = _content(loaded, made)
             with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
                 file.write(content)
-            os.replace(file.name, next(place for place in _numbered(path) if not place.exists()))
+            os.replace(file.name, place)
         except Exception as error:  # a full disk, say, or a function that holds what cannot be pickled
             why = f"{type(error).__name__}: {error}".splitlines()[0]
             logger.warning("compiled code of %s is not kept: %s", function.__qualname__, why)
         return loaded
 
 
-def machine() -> str:
-    """Return what a compiled function takes for granted of the processor, PyTorch, its options, and our operators."""
-    return f"{_fixed()} {hashlib.sha256(repr(_options()).encode()).hexdigest()}"
+@functools.cache
+def prepare() -> None:
+    """Import Dynamo and Inductor, and tell them what every process of ours must agree on, as it is in names of files.
+
+    A start does not wait for this import of two seconds, so `direct.py` calls this with the first function.
+    """
+    os.environ.setdefault("TORCH_WARM_POOL", "0")  # processes that compile for CUDA alone
+    from torch._dynamo import config as dynamo
+    from torch._inductor import compile_fx, config, cpp_builder, cpu_vec_isa  # noqa: F401
+
+    dynamo.enable_aot_compile = True  # the default since PyTorch 2.13
+    # Every function is traced once, so what the operations of one trace tell the next is not worth keeping.
+    dynamo.fake_tensor_cache_enabled = False
+    dynamo.recompile_limit = max(dynamo.recompile_limit, 1000)  # of a PyTorch without `aot_compile`: a graph a shape
+    # Unset, it would be missing from the key, and code be made for another number of threads.
+    config.cpp.threads = torch.get_num_threads()
+    template.lower()
+    if not has_compiler():
+        return
+    # A compiler that knows the newest instructions knows all. Unless told so, Inductor compiles a long file for each
+    # kind, which takes fifteen seconds.
+    newest = [cpp_builder.get_cpp_compiler(), "-mavx512bf16", "-mamx-bf16", "-E", "-x", "c++", os.devnull]
+    if config.cpp.vec_isa_ok is None and subprocess.run(newest, capture_output=True, check=False).returncode == 0:
+        config.cpp.vec_isa_ok = True
+
+
+def has_compiler() -> bool:
+    """Return whether there is the C++ compiler that Inductor would call."""
+    return shutil.which(os.environ.get("CXX", "g++")) is not None
+
+
+def machine(args: Sequence[Any]) -> str:
+    """Return what compiled code takes for granted of processor or GPU, PyTorch, its options, and our operators."""
+    gpu = next((torch.cuda.get_device_name(arg.device) for arg in args if isinstance(arg, Tensor) and arg.is_cuda), "")
+    return f"{_fixed()} {gpu} {hashlib.sha256(repr(_options()).encode()).hexdigest()}"
 
 
 def _options() -> Any:
@@ -238,63 +306,55 @@ def _options() -> Any:
 @functools.cache
 def _fixed() -> str:
     """Return the part of `machine` that stays while this process lives."""
-    here = Path(__file__).parent
-    lowerings = [*sorted(here.parent.glob("*.py")), *sorted(here.glob("*.py"))]
+    package = Path(__file__).parent.parent
+    lowerings = sorted(path for place in (".", "cpu", "cuda") for path in (package / place).glob("*.py"))
     code = hashlib.sha256(b"".join(path.read_bytes() for path in lowerings)).hexdigest()
     cpu = torch.cpu.get_capabilities()
     parts = (FORMAT, torch.__version__, platform.python_version(), platform.machine(), sorted(cpu.items()), code)
     return repr(parts)
 
 
-def _numbered(path: Path) -> Iterator[Path]:
-    """Yield the places of files of one name."""
-    number = 0
+def _look(path: Path, function: Callable[..., Any], args: Sequence[Any], loads: bool) -> tuple[Loaded | None, Path]:
+    """Return the function of the first file of a name that is right for these arguments, if any, and the file's place.
+
+    If there is none, it is the place of a new file. loads: whether the function will be called.
+    """
+    number = -1
     while True:
-        yield path.with_name(f"{path.name}.{number}")
         number += 1
-
-
-def _first(path: Path, function: Callable[..., Any], args: Sequence[Any]) -> Loaded | None:
-    """Return the code of the first file of a name that is right for these arguments; None if there is none."""
-    for place in _numbered(path):
+        place = path.with_name(f"{path.name}.{number}")
         try:
-            if (code := _read(place, function, args)) is None:
-                return None
-            if isinstance(code, Loaded):
-                return code
+            with open(place, "rb") as file:
+                if not _ours(os.fstat(file.fileno())):
+                    raise PermissionError("it can be written by others")
+                head = json.loads(file.read(int(file.read(HEAD))))
+                loaded = Loaded(function, head["facts"], head["same"], function)
+                stale = any(_checksum(module) != checksum for module, checksum in head["sources"].items())
+                if stale or not loaded.fits(args):
+                    continue
+                if not loads:
+                    return loaded, place
+                code = file.read()
+            if hashlib.sha256(code).hexdigest() != head["code"]:
+                raise ValueError("it is not whole")
+            made: Any = torch.compiler.load_compiled_function(io.BytesIO(code), f_globals=function.__globals__)
+            return loaded._replace(call=made.fn), place
+        except FileNotFoundError:
+            return None, place
         except Exception as error:  # unpickling a damaged file, or one of another release, may raise anything
             logger.warning("%s cannot be loaded and is made anew: %s: %s", place, type(error).__name__, error)
             place.unlink(missing_ok=True)
-            return None
-    return None
-
-
-def _read(place: Path, function: Callable[..., Any], args: Sequence[Any]) -> Loaded | bool | None:
-    """Return a file's function if it is right for these arguments, False if not, None if there is no such file."""
-    try:
-        file = open(place, "rb")  # noqa: SIM115  closed below
-    except FileNotFoundError:
-        return None
-    with file:
-        if not _ours(os.fstat(file.fileno())):
-            raise PermissionError("it can be written by others")
-        head = json.loads(file.read(int(file.read(HEAD))))
-        loaded = Loaded(function, head["facts"], head["same"], function)
-        stale = any(_checksum(module) != checksum for module, checksum in head["sources"].items())
-        if stale or not loaded.fits(args):
-            return False
-        code = file.read()
-    if hashlib.sha256(code).hexdigest() != head["code"]:
-        raise ValueError("it is not whole")
-    made: Any = torch.compiler.load_compiled_function(io.BytesIO(code), f_globals=function.__globals__)
-    return loaded._replace(call=made.fn)
+            return None, place
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Within this, no other process makes a file of this name."""
+def _alone(path: Path, waits: bool) -> Iterator[None]:
+    """Within this, no other process makes a file of this name; raises NotMade if one does and this is not to wait."""
     with open(f"{path}.lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # the kernel releases it even if this process is killed
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))  # a killed process's lock is released
+        except BlockingIOError:
+            raise NotMade(f"another process makes {path.name}") from None
         yield
 
 
@@ -306,9 +366,9 @@ def folder() -> Path:
 
     A cache that others can write is replaced by one that only this process and its children have.
     """
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return _folder(cache_dir())
+    if CACHE not in os.environ and (temporary := own_compile_cache()) is not None:
+        atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    return _folder(os.environ[CACHE])
 
 
 @functools.cache

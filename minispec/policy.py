@@ -42,7 +42,7 @@ FIRST = 16  # how many trees of the head the mean counts for with which a record
 FIRST_MATCH = 4  # the same of a guess on a match
 CHANCE = 0.8  # the chance that a head's draft is accepted, assumed until the head was tried, so that it is
 SHORT = 2  # a match of so few tokens may be chance
-FORGET = 0.001  # in each step that does not try a tree, its mean goes this part of the way back to where it began
+FORGET = 0.0005  # in each step that does not try a tree, its mean goes this part of the way back to where it began
 
 
 class Kind(NamedTuple):

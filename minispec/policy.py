@@ -181,8 +181,9 @@ class Policy:
         plans = {} if sure else {s: self._trees(s, offered) for s in ([forced] if forced else shapes)}
         shape = PLAIN if sure else forced or self._best(kind, plans, len(requests))
         trees = plans.get(shape, {})
-        if shape.drafts and self.has_lookups and len(trees) == len(requests) and None not in trees.values():
-            shape = Shape(shape.nodes, False)  # all trees are looked up, so the head need not run
+        looked_up = Shape(shape.nodes, False)
+        if looked_up in shapes and self.has_lookups and len(trees) == len(requests) and None not in trees.values():
+            shape = looked_up  # all trees are, so the head need not run
         return Planned(kind, shape, offered, trees)
 
     def _trees(self, shape: Shape, offered: Mapping[Request, Draft | None]) -> dict[Request, Draft | None]:

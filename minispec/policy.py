@@ -42,7 +42,7 @@ FIRST = 16  # how many trees of the head the mean counts for with which a record
 FIRST_MATCH = 4  # the same of a guess on a match
 CHANCE = 0.8  # the chance that a head's draft is accepted, assumed until the head was tried, so that it is
 SHORT = 2  # a match of so few tokens may be chance
-FORGET = 0.001  # in each step that does not try a tree, its mean goes this part of the way back to where it began
+FORGET = 0.0005  # in each step that does not try a tree, its mean goes this part of the way back to where it began
 
 
 class Kind(NamedTuple):
@@ -181,8 +181,9 @@ class Policy:
         plans = {} if sure else {s: self._trees(s, offered) for s in ([forced] if forced else shapes)}
         shape = PLAIN if sure else forced or self._best(kind, plans, len(requests))
         trees = plans.get(shape, {})
-        if shape.drafts and self.has_lookups and len(trees) == len(requests) and None not in trees.values():
-            shape = Shape(shape.nodes, False)  # all trees are looked up, so the head need not run
+        looked_up = Shape(shape.nodes, False)
+        if looked_up in shapes and self.has_lookups and len(trees) == len(requests) and None not in trees.values():
+            shape = looked_up  # all trees are, so the head need not run
         return Planned(kind, shape, offered, trees)
 
     def _trees(self, shape: Shape, offered: Mapping[Request, Draft | None]) -> dict[Request, Draft | None]:

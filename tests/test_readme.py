@@ -249,7 +249,7 @@ def test_pages_have_the_numbers_of_the_code() -> None:
     assert number("cuda", r"query blocks of (\d+) tokens") == prefill_block(torch.device("cuda"))
     assert number("architecture", r"(\d+) rows a slot at most") == late.KEPT_ROWS
     assert number("architecture", r"must gain (\d+) %") == round(100 * (policy.GAIN - 1), 6)
-    assert number("architecture", r"(\d+) thousandth of the way back") == 1000 * policy.FORGET
+    assert number("architecture", r"(\d+) ten-thousandths of the way back") == 10_000 * policy.FORGET
     assert number("architecture", r"Lookups take about a (\w+) of the time") == lookup.SHARE
     assert number("serving", r"From (\w+) a core on its threads sleep") == spinning.BUSY
     assert number("serving", r"after (\w+) quiet seconds they spin") == spinning.CALM * spinning.LOOK

@@ -176,8 +176,8 @@ class Policy:
         wanting = [request for request in requests if request.speculative]
         forced = None if self.forced is None or not wanting else self.forced(shapes)
         sure = forced == PLAIN or not wanting or len(shapes) == 1
-        drafts = () if sure else offer()
-        offered: dict[Request, Draft | None] = dict(zip(requests, drafts or [None] * len(requests), strict=True))
+        drafts: Sequence[Draft | None] = () if sure else offer()
+        offered = dict(zip(requests, drafts or [None] * len(requests), strict=True))
         plans = {} if sure else {s: self._trees(s, offered) for s in ([forced] if forced else shapes)}
         shape = PLAIN if sure else forced or self._best(kind, plans, len(requests))
         trees = plans.get(shape, {})

@@ -108,17 +108,19 @@ def warm_up(engine: Engine, progress: Callable[[str], None], start: Callable[[in
 def rehearse_step(engine: Engine, step: DecodeBuffers | PrefillBuffers) -> bool:
     """Make files of what a step runs, in an engine of `build.rehearse`; False if another process makes some of them."""
     with rehearsal() as mode:
-        _run_on_padding(engine, step)
+        _run_on_padding(engine, step, uploads=engine.device.type != "cuda")  # fake tensors hold no values
         return not mode.lacks
 
 
-def _run_on_padding(engine: Engine, step: DecodeBuffers | PrefillBuffers) -> None:
+def _run_on_padding(engine: Engine, step: DecodeBuffers | PrefillBuffers, uploads: bool = True) -> None:
     """Run a step that serves no request: it writes to page 0 and slot 0 alone, so it may run between two others."""
     if isinstance(step, PrefillBuffers):
-        step.upload([])
+        if uploads:
+            step.upload([])
         engine.run(step, GREEDY)
         return
-    step.upload([], ())
+    if uploads:
+        step.upload([], ())
     for needs in COMPILED if engine.small.choice(step.batch, step.nodes) else (GREEDY,):
         engine.run(step, needs)
 

@@ -127,6 +127,7 @@ def pretend_h200() -> Iterator[None]:
     """Let PyTorch's compiler find an H200 in this process. What it caches stays: use a process of its own."""
     from torch._dynamo.device_interface import CudaInterface
     from torch._inductor.fx_passes import joint_graph
+    from torch._inductor.runtime import triton_helpers
     from triton.runtime.driver import driver
 
     allow_fake_cuda()
@@ -147,5 +148,6 @@ def pretend_h200() -> Iterator[None]:
         stack.enter_context(mock.patch.object(FakeTensorMode, "avoid_device_init", True))
         # It prepares patterns of attention and of padded products with real tensors on the device.
         stack.enter_context(mock.patch.object(joint_graph, "lazy_init", lambda *_, **__: None))
+        stack.enter_context(mock.patch.object(triton_helpers, "set_driver_to_gpu", lambda: None))
         driver.set_active(Driver())
         yield

@@ -44,6 +44,7 @@ from minispec.model import Attend, LayerAttend
 from minispec.operators import operator
 
 QUERY_BLOCK = 128  # the most rows of one query block of FlexAttention
+WORD = 64  # bits of an int64
 
 # CUDA's kernels work on tiles of query rows by key rows. Tiles larger than these spill registers into memory:
 # benchmarks/lowering.py compiles the kernels and shows it.
@@ -88,6 +89,7 @@ class Plan:
     ends    [r] int64          the row after the last one that a block reads
     rows    [r * W] int64      the physical row that each node writes
     visible [r, W, M] bool     which rows of the window each node sees; the window is the M rows from `starts` on
+    words   ceil(M / 64) of [r, W] int64   the same for FlexAttention: bit b of word w is row 64 * w + b of the window
     kv_count   [batch, 1, blocks] int32          for FlexAttention: how many pages a block reads through the mask
     kv_index   [batch, 1, blocks, PAGES] int32   which pages these are
     full_count, full_index                       the same for the pages that a block sees whole, without the mask
@@ -115,6 +117,7 @@ class Plan:
         self.slots = torch.zeros(r, dtype=torch.int64, device=device)
         self.starts = torch.zeros(r, dtype=torch.int64, device=device)
         self.visible = torch.zeros(r, width, self.window, dtype=torch.bool, device=device)
+        self.words = [torch.zeros(r, width, dtype=torch.int64, device=device) for _ in range(0, self.window, WORD)]
         self.rows = torch.zeros(r * width, dtype=torch.int64, device=device)
         self.ends = torch.ones(r, dtype=torch.int64, device=device)
         # A block lists only its slot's pages, but the lists have PAGES columns: FlexAttention's CPU kernel, which tests
@@ -131,7 +134,7 @@ class Plan:
         self.full_blocks = device.type != "cuda" or blocks > 1
         # What `fill` does last, for the attention under this plan. `PagedGather`, which reads no lists of pages, puts
         # another function here.
-        self.finish: Callable[[], None] = self._list_pages
+        self.finish: Callable[[], None] = self._finish
         self.parts: list[Plan] = []
 
     def within(self, sliding: int) -> Plan:
@@ -166,7 +169,7 @@ class Plan:
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors of the plan and its parts; the first dimension of each is a multiple of the batch size."""
-        own = [value for value in vars(self).values() if isinstance(value, Tensor)]
+        own = [*self.words, *(value for value in vars(self).values() if isinstance(value, Tensor))]
         return [*own, *(tensor for part in self.parts for tensor in part.tensors)]
 
     @property
@@ -195,6 +198,12 @@ class Plan:
         self.finish()
         for part in self.parts:
             part.narrow(self.visible)
+
+    def _finish(self) -> None:
+        """Write what FlexAttention reads: the bits of `visible`, and the lists of pages."""
+        for word, bits in zip(self.words, self.visible.split(WORD, dim=-1), strict=True):
+            word.copy_((bits.long() << torch.arange(bits.shape[-1], device=bits.device)).sum(-1))
+        self._list_pages()
 
     def _list_pages(self) -> None:
         """Write, for each block, which pages it sees whole and which it reads through the mask.
@@ -252,6 +261,9 @@ class PagedFlex:
     """FlexAttention over the paged pool, to be compiled together with the decoder layer around it."""
 
     def __init__(self, kv: PagedKV, plan: Plan, layers: int) -> None:
+        # CUDA's kernels read whole tiles of keys without looking at the pool's end (`IS_DIVISIBLE`).
+        tile = min(TILE_KEYS, kv.page_size)
+        assert kv.page_size % tile == kv.pool.shape[2] % tile == 0, "a tile of keys must lie within the pool"
         self._layers = [FlexLayer(*kv.layer(index), kv.logical, plan) for index in range(layers)]
         self.graph = plan.name
 
@@ -327,8 +339,12 @@ class FlexLayer(Key):
         page = self.logical[plan.slots[block], row // page_size]
         # 32 bits, since a tile of 64-bit indices does not fit in CUDA's registers.
         ahead = page * page_size + row % page_size - plan.starts[block].int()
-        # The index is clamped, since `visible` is read for rows outside the window too.
-        within = (ahead < window) & plan.visible[block, node, ahead.clamp(0, window - 1)]
+        # CUDA loads a node's words once for a whole tile. A load for each pair of node and row, such as a byte of
+        # `visible`, would take Triton's other layout of the tile, and with it barriers in every turn of the loop.
+        word = plan.words[0][block, node]
+        for index in range(1, len(plan.words)):
+            word = torch.where(ahead < index * WORD, word, plan.words[index][block, node])
+        within = (ahead < window) & ((word >> (ahead % WORD)) & 1 != 0)
         seen = (page >= 0) & ((ahead < 0) | within)
         return seen if plan.first is None else seen & (ahead >= plan.first[block, node])
 
@@ -351,7 +367,9 @@ class FlexLayer(Key):
         # traffic.
         splits = max(1, 2 * (PROCESSORS // (q.shape[0] * kv_heads)) // -(-rows // tile))
         decode = {"BACKEND": "TRITON_DECODE", "BLOCK_M": tile, "BLOCK_N": keys, "SPLIT_KV": splits}
-        return {**decode, "num_warps": 4 if tile > 16 else 2, "num_stages": 3}
+        # With IS_DIVISIBLE nothing is compared with the pool's end. The mask is then asked for the tile's rows behind
+        # the last query too; it takes a row's number modulo the nodes, so it stays within its tensors.
+        return {**decode, "IS_DIVISIBLE": True, "num_warps": 4 if tile > 16 else 2, "num_stages": 3}
 
 
 class Causal:

@@ -107,6 +107,16 @@ def scaled(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1.0 else x * factor
 
 
+def stored(x: Tensor) -> Tensor:
+    """Return x [B, T, d], which compiled code stores before a product of one row on CUDA reads it.
+
+    There Inductor makes a loop over the weights of the product, and would compute x anew in that loop for every weight:
+    27 instructions for each where silu precedes, when memory speed leaves time for 16 on an H200 (docs/cuda.md).
+    Inductor stores what `as_strided` reads.
+    """
+    return x.as_strided(x.shape, x.stride()) if x.is_cuda and x.shape[:2].numel() == 1 else x
+
+
 class Rope(NamedTuple):
     """Rotary factors of one forward pass: cos, sin [B, 1, T, D], computed once and shared by all layers."""
 
@@ -190,16 +200,16 @@ class Block(nn.Module):
         EAGLE-3's head reads token and state side by side, so `read` may be wider than d.
         """
         batch, length, _ = x.shape
-        out = attend(*self.project(read, rope))
-        x = x + scaled(self.o_proj(out.transpose(1, 2).reshape(batch, length, self.q_size)), self.residual_multiplier)
+        out = attend(*self.project(read, rope)).transpose(1, 2).reshape(batch, length, self.q_size)
+        x = x + scaled(self.o_proj(stored(out)), self.residual_multiplier)
         return x + scaled(self.mlp(self.post_attention_layernorm(x)), self.residual_multiplier)
 
     def mlp(self, x: Tensor) -> Tensor:
         """Return the output [B, T, d] of the MLP, or of the mixture, for normed x [B, T, d]."""
         if self.sparse:
             return self.experts(x, self.router(x))
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
+        gate, up = self.gate_up_proj(stored(x)).chunk(2, dim=-1)
+        return self.down_proj(stored(F.silu(gate) * up))
 
     def project(self, read: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [B, Hq, T, D], keys and values [B, Hkv, T, D] of `read` [B, T, ...], as attention takes them.
@@ -207,7 +217,7 @@ class Block(nn.Module):
         Queries and keys are normed if the model norms them, and turned by `rope`.
         """
         batch, length, _ = read.shape
-        qkv = self.qkv_proj(read).split((self.q_size, self.kv_size, self.kv_size), dim=-1)
+        qkv = self.qkv_proj(stored(read)).split((self.q_size, self.kv_size, self.kv_size), dim=-1)
         q, k, v = (part.view(batch, length, -1, self.head_dim).transpose(1, 2) for part in qkv)
         return scaled(rope.turn(self.q_norm(q)), self.query_multiplier), rope.turn(self.k_norm(k)), v
 

@@ -433,6 +433,41 @@ def test_a_window_off_by_one_is_found(off: int, kind: AttendKind) -> None:
             check(world, plan, attend, eager, scene())
 
 
+def by_bytes(layer: FlexLayer, b: Tensor, q: Tensor, row: Tensor) -> Tensor:
+    """Return what `FlexLayer._visible` returns, read from `visible`, a byte for each node and row of the window."""
+    plan, page_size = layer.plan, layer.plan.kv.page_size
+    block = b if plan.blocks == 1 else b * plan.blocks + q // plan.query_block
+    node = (q % plan.query_block) % plan.width
+    page = layer.logical[plan.slots[block], row // page_size]
+    ahead = page * page_size + row % page_size - plan.starts[block]
+    within = (ahead < plan.window) & plan.visible[block, node, ahead.clamp(0, plan.window - 1)]
+    seen = (page >= 0) & ((ahead < 0) | within)
+    return seen if plan.first is None else seen & (ahead >= plan.first[block, node])
+
+
+@pytest.mark.parametrize("sliding", [None, 1, 70], ids=["all", "window 1", "window 70"])
+@pytest.mark.parametrize(("nodes", "window"), [(1, None), (64, None), (65, None), (128, None), (8, 200), (8, 64)])
+def test_the_mask_of_words_is_that_of_bytes(nodes: int, window: int | None, sliding: int | None) -> None:
+    world, queries = World(3, page=16, rows=512, seed=nodes), torch.arange(nodes)
+    whole = Plan(world.kv, 4, 1, nodes, window)
+    plan = whole if sliding is None else whole.within(sliding)
+    layer = PagedFlex(world.kv, plan, 1).layer(0)
+    starts = (256, 255, 511 - (window or nodes), 0)  # at a page's border, before one, at the context's end, padding
+    world.deal({slot: starts[slot - 1] for slot in range(1, 5)})
+    width, drawn = plan.window, torch.Generator().manual_seed(nodes)
+    own = torch.eye(nodes, width, dtype=torch.bool)
+    visible = own | (torch.rand(4, nodes, width, generator=drawn) < 0.5)
+    visible[0], visible[3] = True, own  # the first node of a window, the last one, and each beside a word's border
+    live = torch.ones(4, nodes, dtype=torch.bool)
+    live[1, nodes // 2 :], live[3, 1:] = False, False
+    whole.fill(torch.tensor([1, 2, 3, 0]), torch.tensor(starts), visible, live)
+    rows = torch.arange(world.kv.pool.shape[2])
+    shape = torch.arange(4)[:, None, None], queries[:, None], rows
+    found, wanted = layer._visible(shape[0], None, *shape[1:]), by_bytes(layer, *shape)
+    assert torch.equal(found, wanted) and 0 < int(found.sum()) < found.numel()
+    assert len(plan.words) == -(-width // 64)
+
+
 def test_pages_behind_all_windows_are_not_listed_for_flex_attention() -> None:
     world = sliding(21)
     world.deal(dict.fromkeys(range(1, world.slots + 1), 100))

@@ -39,6 +39,7 @@ from torch.utils._pytree import tree_leaves
 
 import minispec.attention as attention_module
 import minispec.experts as experts_module
+import minispec.model as model_module
 from minispec.asked.scores import Scores
 from minispec.attention import QUERY_BLOCK, FlexLayer, Plan, most_nodes
 from minispec.config import Config
@@ -479,6 +480,28 @@ def test_a_step_of_llama_launches_no_more_kernels_than_its_budget(drafts: bool, 
     too_many = {name: launched + Counted({"more": 500}) for name, launched in found.items()}
     assert len(kernels.over_budget(drafts, too_many)) == 1
     assert kernels.over_budget(drafts, {**found, "sampled": too_many["sampled"]}) != []
+
+
+def within_the_loop(stack: ExitStack) -> None:
+    """What precedes a product of one row is computed in its loop."""
+    stack.enter_context(mock.patch.object(model_module, "stored", lambda x: x))
+
+
+def costs_with(fault: Callable[[ExitStack], None] | None) -> dict[str, float]:
+    """Return the instructions a weight of a layer's products of one row, with a fault put back or without."""
+    with ExitStack() as stack:
+        if fault is not None:
+            fault(stack)
+        return lowering.weight_costs(xblock=1)
+
+
+@pytest.mark.slow
+@needs_triton
+def test_a_product_of_one_row_takes_few_instructions_a_weight(pretender: ProcessPoolExecutor) -> None:
+    costs = pretender.submit(costs_with, None).result()
+    assert len(costs) == 4 and max(costs.values()) < lowering.MOST_A_WEIGHT, costs
+    worse = pretender.submit(costs_with, within_the_loop).result()
+    assert min(worse.values()) > lowering.MOST_A_WEIGHT, worse
 
 
 def fp8_block() -> tuple[list[str], int]:

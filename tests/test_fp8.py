@@ -130,8 +130,8 @@ def check_products(device: torch.device, sizes: tuple[tuple[int, int], ...]) -> 
                 scales = scale_a * scale_b.T
                 want, terms = (torch.from_numpy(part * scales) for part in (a @ b.T, np.abs(a) @ np.abs(b).T))
                 got = made(x.to(device)).cpu()
-                low, high = ((want + sign * rounding * terms).bfloat16() for sign in (-1, 1))
-                low, high, exact = low + added, high + added, want + added
+                exact = want + added.double()
+                low, high = ((exact + sign * rounding * terms).bfloat16() for sign in (-1, 1))
                 worst = f"off by up to {((got - exact).abs() / terms).max():.2e} of the sum of a product's terms"
                 assert got.dtype == torch.bfloat16, got.dtype
                 assert ((low <= got) & (got <= high)).all(), (size, features, rows, bias, worst)
@@ -157,6 +157,13 @@ def test_rows_may_lie_anyhow_and_nobody_waits() -> None:
     assert torch.equal(made(x.view(15, 64).t().contiguous().t()), flat), "columns that lie together"
     with NoWaiting():
         made(x)
+
+
+def test_a_layer_that_gets_memory_has_scales_of_one() -> None:
+    with torch.device("meta"):
+        made = Fp8Linear(nn.Linear(64, 32, dtype=torch.bfloat16))
+    assert made.to_empty(device="cpu").one == 1 and made.weight.shape == (32, 64)
+    assert [name for name, _ in made.named_parameters()] == ["weight", "weight_scale", "bias"], "what loaders fill"
 
 
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=on_a_cpu), pytest.param("cuda", marks=pytest.mark.cuda)])

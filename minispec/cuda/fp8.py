@@ -10,8 +10,8 @@ Read next: `fp8_weights.py`, for checkpoints that are fp8 already; `int8.py`, fo
 from __future__ import annotations
 
 import logging
-from collections.abc import Container
-from typing import cast
+from collections.abc import Callable, Container
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -44,27 +44,38 @@ class Fp8Linear(nn.Module):
     weight [out, in] fp8, weight_scale [out, 1] fp32: parameters, so that a loader finds them by these names.
     """
 
+    one: Tensor  # [] fp32, a scale of 1
+
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         weight, scale = rowwise(linear.weight.detach())
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.weight_scale = nn.Parameter(scale, requires_grad=False)
         self.bias = linear.bias
+        self.register_buffer("one", torch.ones((), device=weight.device), persistent=False)
+
+    def _apply(self, function: Callable[..., Any], recurse: bool = True) -> Self:
+        """Move the layer; `to_empty` gives it memory, in which `one` is to be written again."""
+        super()._apply(function, recurse)
+        self.one.fill_(1.0)
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x [..., in] times the weight, plus the bias, [..., out].
 
-        The fp8 numbers of x and weight are multiplied and summed in fp32, the sum is multiplied by both scales and
-        rounded to bfloat16, and the bias is added in bfloat16.
+        The fp8 numbers of x and weight are multiplied and summed in fp32, the sum is multiplied by both scales, the
+        bias is added, and the result is rounded to bfloat16. Compiled, it may be rounded only after what follows.
+
+        The product itself is given 1 for both scales. With scales of rows cuBLASLt takes a path of its own on Hopper,
+        as slow as bfloat16 by published measurements (docs/cuda.md); the two products below belong to the next kernel.
         """
         # The product asks for the strides of rows one after the other, of a single row too. By way of one dimension, as
         # `contiguous` leaves a single row whatever strides it has.
         numbers, scale = rowwise(x.reshape(-1).view(-1, x.shape[-1]))
-        out = torch._scaled_mm(
-            numbers, self.weight.t(), scale_a=scale, scale_b=self.weight_scale.t(), out_dtype=torch.bfloat16
-        )
-        out = out.view(*x.shape[:-1], -1)
-        return out if self.bias is None else out + self.bias
+        sums = torch._scaled_mm(numbers, self.weight.t(), scale_a=self.one, scale_b=self.one, out_dtype=torch.float32)
+        out = sums * scale * self.weight_scale.t()
+        out = out if self.bias is None else out + self.bias.float()
+        return out.to(torch.bfloat16).view(*x.shape[:-1], -1)
 
 
 def check_fp8(flag: str, dtype: torch.dtype, device: torch.device) -> None:

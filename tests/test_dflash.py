@@ -699,7 +699,7 @@ def test_what_is_taken_otherwise_leaves_a_line(folder: Path, caplog: pytest.LogC
 
 @pytest.mark.slow
 def test_compiled_all_graphs_are_made_before_and_drafts_are_the_same(folder: Path, tmp_path, monkeypatch) -> None:
-    trace_only(monkeypatch, tmp_path)  # what Inductor makes of a block is tested in test_engine.py
+    trace_only(monkeypatch, tmp_path)  # what Inductor makes of a block is tested in test_compiled.py
     with torch.inference_mode():
         drafter = DFlashDrafter(load_dflash(folder, MODEL), block=5, topk=2, nodes=8)
     compiler, model = partial(compile_step, device=CPU), tiny_model()

@@ -197,7 +197,7 @@ def test_drafting_goes_on_to_the_last_row_of_the_context() -> None:
 def test_compiled_it_is_one_graph_a_shape_whatever_the_depth_and_the_trees_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trace_only(monkeypatch, tmp_path)  # what Inductor makes of a block is tested in test_engine.py
+    trace_only(monkeypatch, tmp_path)  # what Inductor makes of a block is tested in test_compiled.py
     models, shape = (tiny_model(), near(0.01)), (3, 2, 6)
     own = StandaloneDrafter(DraftModel(models[1], VOCAB), steps=3, topk=2, nodes=6)
     compiler = partial(compile_step, device=CPU)

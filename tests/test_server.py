@@ -882,6 +882,19 @@ def test_a_second_sigterm_ends_streams_and_compilers_within_five_seconds(
     assert log.splitlines()[-1].endswith("] shut down: 1 request was ended with an error")
 
 
+def test_the_last_line_of_a_server_that_was_told_to_end_says_that_it_did(tiny: Path) -> None:
+    process = launch("--model", str(tiny), "--port", "0", "--device", "cpu", "--disable-torch-compile")
+    assert process.stderr is not None
+    try:
+        while "listening on" not in (line := process.stderr.readline()):
+            assert line, "the server has ended"
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 0 and log.splitlines()[-1].endswith("] shut down: no request was cut off")
+
+
 def test_a_model_that_cannot_be_loaded_ends_the_process_with_one_line(tmp_path: Path) -> None:
     process = launch("--model", str(tmp_path), "--port", "0", "--log-level", "error")
     _, log = process.communicate(timeout=90)

@@ -1,14 +1,13 @@
-"""A drafter for servers of several processes: by tokens of a text it takes its time, or ends its process."""
+"""A drafter for servers of several processes: by tokens of a text it takes its time."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 
 from minispec.drafter import Draft, HostDrafter
 
-POISON, PACED, CRAWLING = 8018, 6351, 26772  # " poison", " slowly" and " crawl" in the default model's vocabulary
+PACED, CRAWLING = 6351, 26772  # " slowly" and " crawl" in the default model's vocabulary
 STEP, CHUNK = 0.02, 0.15  # seconds that a step takes beside a text that is paced, and a chunk of one that crawls
 
 
@@ -21,10 +20,8 @@ class Deadly(HostDrafter):
         self.texts: dict[int, list[int]] = {}
 
     def propose(self, slots: Sequence[int]) -> list[Draft]:
-        """Return roots, after a while or never."""
+        """Return roots, after a while."""
         texts = [self.texts[slot] for slot in slots]
-        if any(POISON in text[:80] and len(text) > 40 for text in texts):
-            os._exit(1)
         if any(PACED in text[:80] for text in texts):
             time.sleep(STEP)
         return [Draft([text[-1]], [-1]) for text in texts]

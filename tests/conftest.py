@@ -67,9 +67,10 @@ NO_MODEL = "the default model cannot be had"
 OPTIONAL = ("gguf", "hypothesis", "llguidance", "openai", "prometheus_client", "pydantic", "pydantic_core",
             "ray", "xdist")  # fmt: skip
 TALLY = "tally"  # the property in which a test reports what became of a drafter's trees
-LONGEST = ("test_graphs.py", "test_served.py", "test_windows.py", "test_experts.py", "test_engine.py",
-           "test_reliability.py", "test_served_methods.py", "test_cuda_path.py", "test_exactness.py", "test_overlap.py",
-           "test_small.py", "test_launch_commands.py")  # fmt: skip
+LONGEST = ("test_graphs.py", "test_served.py", "test_exactness.py", "test_warming.py", "test_gpu_benchmark.py",
+           "test_windows.py", "test_served_methods.py", "test_replicas.py", "test_raylets.py", "test_experts.py",
+           "test_overlap.py", "test_engine.py", "test_cuda_path.py", "test_rowwise.py", "test_compiled.py",
+           "test_reliability.py", "test_attention.py", "test_small.py", "test_launch_commands.py")  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,14 +1,13 @@
-"""A drafter for servers of several processes: by tokens of a text it takes its time, or ends its process."""
+"""A drafter for servers of several processes: by tokens of a text it takes its time."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 
 from minispec.drafter import Draft, HostDrafter
 
-POISON, PACED, CRAWLING = 8018, 6351, 26772  # " poison", " slowly" and " crawl" in the default model's vocabulary
+PACED, CRAWLING = 6351, 26772  # " slowly" and " crawl" in the default model's vocabulary
 STEP, CHUNK = 0.02, 0.15  # seconds that a step takes beside a text that is paced, and a chunk of one that crawls
 
 
@@ -23,8 +22,6 @@ class Deadly(HostDrafter):
     def draft(self, slots: Sequence[int]) -> list[Draft]:
         """Return roots, after a while or never."""
         texts = [self.texts[slot] for slot in slots]
-        if any(POISON in text[:80] and len(text) > 40 for text in texts):
-            os._exit(1)
         if any(PACED in text[:80] for text in texts):
             time.sleep(STEP)
         return [Draft([text[-1]], [-1]) for text in texts]

@@ -77,7 +77,7 @@ def replayed(name: str, requests: Sequence[Request] = (), simulated: float | Non
 
 
 GROWN = ("standalone", "eagle", "eagle3", "mtp", "trained", "dflash", "dspark")
-NAMES = ("none", "ngram", "oracle", *(f"{method}-{shape}" for method in GROWN for shape in ("chain", "tree")))
+NAMES = ("none", "ngram", "oracle", *(f"{method}-tree" for method in GROWN), "eagle3-chain", "dflash-chain")
 
 
 FILTERS = {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "temperature": 0.9}

@@ -174,19 +174,19 @@ KINDS: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "steps"), slow_unless(
-    [("none", 15), ("lookups", 90)], lambda name, steps: name == "none"))  # fmt: skip
+@pytest.mark.parametrize(("name", "running", "steps"), slow_unless(
+    [("none", 4, 15), ("lookups", 2, 30)], lambda name, *_: name == "none"))  # fmt: skip
 def test_after_warm_up_no_graph_is_made_and_tokens_are_those_of_plain_decoding(
-    name: str, steps: int, made: Made
+    name: str, running: int, steps: int, made: Made
 ) -> None:
-    """Requests of every kind arrive and end one after the other, so batches of one to four take plain steps and trees.
+    """Requests of every kind arrive and end one after the other, so batches change, and take plain steps and trees.
 
     With lookups there are steps of every kind: prefill, plain, the head's trees and those of the host, and the head
     catches up. A head and a draft model are asked the same below, where steps are replayed.
     """
     requests = [request(f"r{i}", [i % 50, 2, 30, i % 50, 2], max_new_tokens=4 + 3 * (i % 6), sampling_seed=i,
                         **KINDS[i % 4]) for i in range(6 * steps // 15)]  # fmt: skip
-    scheduler = compiled_as_on_cuda(name, 4)
+    scheduler = compiled_as_on_cuda(name, running)
     engine, rng = scheduler.engine, random.Random(4)
     scheduler.policy.forced = lambda shapes: rng.choice(shapes)
     with torch.inference_mode():
@@ -228,14 +228,16 @@ def test_a_replay_of_compiled_functions_is_the_step(name: str, monkeypatch: pyte
     """As a GPU captures them: what AOTAutograd made of each function is recorded, once it is compiled, and replayed.
 
     AOTAutograd lets no argument share memory with another. No graph is made after warm-up, and the tokens are those of
-    plain decoding. Steps of other drafters are recorded uncompiled (test_capture.py): compiled they take minutes.
+    plain decoding. With drafters batches are of one request, since each size has graphs of its own. Steps of other
+    drafters are recorded uncompiled (test_capture.py): compiled they take minutes.
     """
-    made, scheduler = Made("aot_eager", monkeypatch, tmp_path), compiled_as_on_cuda(name, 2)
+    made = Made("aot_eager", monkeypatch, tmp_path)
+    scheduler = compiled_as_on_cuda(name, 2 if name == "none" else 1)
     engine, rng = scheduler.engine, random.Random(2)
     scheduler.policy.forced = lambda shapes: rng.choice(shapes)
     greedy, sampled = (
         [request(f"{i} {wishes}", [i, 2, 30, i, 2], max_new_tokens=6 + 3 * i, sampling_seed=i, **wishes)
-         for i in range(6)] for wishes in ({}, KINDS[2] if name == "eagle3" else {}))  # fmt: skip
+         for i in range(4)] for wishes in ({}, KINDS[2] if name == "eagle3" else {}))  # fmt: skip
     with torch.inference_mode():
         warm_up(engine, lambda line: None)
         assert_every_graph_has_its_name(engine, made)

@@ -210,11 +210,3 @@ def test_anthropic_s_client_is_answered_streamed_and_whole_and_counted(served: R
             api.post("/v1/messages", body=body, cast_to=object)
         assert caught.value.body["error"]["type"] == "invalid_request_error" and caught.value.body["request_id"]
     assert served.call("/v1/messages?beta=true", {"max_tokens": 2, "messages": [USER]})[0] == 200
-
-
-def test_a_message_that_nobody_reads_frees_its_pages(served: Running) -> None:
-    long = {"max_tokens": 900, "messages": [USER], "temperature": 0, "ignore_eos": True}
-    received, sock = served.stream("/v1/messages", long, read=3)
-    assert [event["type"] for event in received] == ["message_start", "content_block_start", "content_block_delta"]
-    sock.close()
-    served.idle()

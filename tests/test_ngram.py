@@ -213,18 +213,6 @@ def test_golden_vectors_of_the_seed_system(match_type: str, query: list[int], ex
     assert drafted(drafter, query) == expected
 
 
-@pytest.mark.parametrize("query", [[1, 2, 3], [3, 44], [3, 6, 999]])
-@pytest.mark.parametrize("match_type", ["BFS", "PROB"])
-def test_a_request_drafts_for_its_own_text_as_a_mere_lookup_does(match_type: str, query: list[int]) -> None:
-    drafter = drafter_with(NgramOptions(max_breadth=8, nodes=8, match_type=match_type), CORPUS)
-    looked_up = drafted(drafter, query)
-    drafter.observe(5, query)
-    (draft,) = drafter.draft([5])
-    assert draft.tokens[0] == query[-1] and draft.parents[0] == -1
-    # Frequencies of [1, 2, 3]'s own continuations are untouched by inserting [1, 2, 3].
-    assert paths_of(draft) == looked_up
-
-
 # ---- insertion
 
 

@@ -55,6 +55,7 @@ def overlapped(name: str) -> Overlapped:
 # with noise.
 OF_ALL = (retraction, arrival_one_by_one, seeded_samples)
 QUICK = ("none", "trained-tree")
+FEW = (*QUICK, "standalone-tree")  # for ends and switches
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,7 @@ def ends(requests: Sequence[Request]) -> list[tuple]:
     return [(r.rid, r.finish, r.output_ids, len(r.prompt_ids), r.verified) for r in requests]
 
 
-@pytest.mark.parametrize("name", slow_unless(NAMES, lambda name: name in QUICK))
+@pytest.mark.parametrize("name", slow_unless(FEW, lambda name: name in QUICK))
 def test_stops_at_every_offset(name: str) -> None:
     subject = overlapped(name)
     prompt = subject.text(20, random.Random(4))
@@ -114,7 +115,7 @@ def test_stops_at_every_offset(name: str) -> None:
     assert len(first_seen) > 3
 
 
-@pytest.mark.parametrize("name", slow_unless(NAMES, lambda name: name in QUICK))
+@pytest.mark.parametrize("name", slow_unless(FEW, lambda name: name in QUICK))
 def test_aborts_in_flight_leave_the_others_alone(name: str) -> None:
     subject, rng = overlapped(name), random.Random(5)
     scheduler = subject.build(running=4, pages=60)
@@ -138,7 +139,7 @@ def test_aborts_in_flight_leave_the_others_alone(name: str) -> None:
         assert r.output_ids == truth(subject.model(), r)[: len(r.output_ids)]
 
 
-@pytest.mark.parametrize("name", slow_unless(NAMES[1:], lambda name: name in QUICK))
+@pytest.mark.parametrize("name", slow_unless(("eagle3-tree", *FEW[1:]), lambda name: name in QUICK))
 @pytest.mark.parametrize("wishes", [{}, WISHES], ids=["greedy", "seeded"])
 def test_switches_between_trees_and_plain_steps_in_flight(name: str, wishes: dict) -> None:
     rng, subject = random.Random(6), overlapped(name)

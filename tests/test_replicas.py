@@ -1,8 +1,8 @@
 """Replicas on Ray, over real sockets: whatever dies, every client gets the text it would have alone.
 
 Two servers have the same model, one of them with two replicas in processes of their own, which the tests kill. The
-drafter of those, `deadly.py`, takes its time, so that a kill hits the state that it is meant to hit, and kills its own
-process for a poisonous prompt. test_replay.py kills at every token, without processes.
+drafter of those, `deadly.py`, takes its time, so that a kill hits the state that it is meant to hit. test_replay.py
+kills at every token, without processes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 
 import pytest
 from conftest import wait_until
-from deadly import CRAWLING, PACED, POISON
-from test_server import Running, client, launch, options, ready
+from deadly import CRAWLING, PACED
+from test_server import Running, launch, options, ready
 
 from minispec.config import Config
 from minispec.replicas import workers
@@ -105,24 +105,6 @@ def outcome(answer: dict[str, Any]) -> tuple[Any, ...]:
             info["completion_tokens"], scores)  # fmt: skip
 
 
-SCHEMA = {"type": "object", "additionalProperties": False, "required": ["a", "b"], "properties": {
-    "a": {"type": "string", "minLength": 30, "maxLength": 40}, "b": {"type": "integer"}}}  # fmt: skip
-
-
-def spoken(running: Running, **more: Any) -> dict[int, str]:
-    """Return the text of each choice that an unmodified client streams, of a chat or of a completion."""
-    api, texts = client(running), {}
-    if "messages" in more:
-        chunks = api.chat.completions.create(model="x", stream=True, **more)
-        parts = ((c.choices[0].index, c.choices[0].delta.content or "") for c in chunks if c.choices)
-    else:
-        chunks = api.completions.create(model="x", stream=True, **more)
-        parts = ((c.choices[0].index, c.choices[0].text) for c in chunks if c.choices)
-    for index, text in parts:
-        texts[index] = texts.get(index, "") + text
-    return texts
-
-
 NATIVES = {
     # Held back when the replica dies: a stop that comes true, and one that does not.
     "stop": native([*PREFIX, *ONCE], stop=[" there was 中 文"]),
@@ -160,79 +142,6 @@ def test_a_replica_killed_in_prefill_in_decode_and_with_text_held_back_changes_n
         assert all(later.startswith(before) for before, later in zip(texts, texts[1:], strict=False)), name
         counts = [event["meta_info"]["completion_tokens"] for event in found[name]]
         assert counts == sorted(counts)
-
-
-def split(place: Place) -> bool:
-    """Whether a request has half of a character, while another is within its JSON."""
-    halves = any(r.output_ids and r.output_ids[-1] == 40303 for r in place.requests.values())
-    return halves and any(r.params.grammar and len(r.output_ids) > 8 for r in place.requests.values())
-
-
-def test_a_replica_killed_in_a_character_in_json_and_with_several_choices_changes_no_client_s_text(
-    both: Running, alone: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, seeds = both.server.engine, {}
-    wishes = {
-        "json": {"messages": [{"role": "user", "content": "Say slowly"}], "max_tokens": 90, "temperature": 0,
-                 "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
-        "choices": {"prompt": [*PREFIX, 500], "n": 2, "temperature": 1.0, "seed": 5, "max_tokens": 60},
-    }  # fmt: skip
-    free = native([*PREFIX, 501], temperature=1.0)  # without a seed
-    halves = native([*PREFIX, *ONCE], 90)
-    submit = engine.submit
-
-    def submitting(requests: Sequence[Any]) -> None:
-        submit(requests)
-        seeds.update({tuple(request.prompt_ids): request.seed for request in requests})
-
-    monkeypatch.setattr(engine, "submit", submitting)
-    for place in engine.places[1:]:
-        place.state = "draining"  # all of them meet at one replica
-    killer = Killer(both, split, monkeypatch)
-    with ThreadPoolExecutor(8) as pool:
-        futures = {name: pool.submit(spoken, both, **wish) for name, wish in wishes.items()}
-        frees, halved = pool.submit(stream, both, free), pool.submit(stream, both, halves)
-        wait_until(lambda: sum(len(place.requests) for place in engine.places) == 5)
-        for place in engine.places[1:]:
-            place.state = "ready"
-        found = {name: future.result() for name, future in futures.items()}
-    assert killer.killed.is_set() and len(killer.hit) == 5
-    assert any(r.output_ids and r.output_ids[-1] == 40303 for r in killer.hit)
-    truth = {name: spoken(alone, **wish) for name, wish in wishes.items()}
-    assert found == truth and sorted(truth["choices"]) == [0, 1] and truth["choices"][0] != truth["choices"][1]
-    assert outcome(halved.result()[-1]) == outcome(stream(alone, halves)[-1])
-    seeded = {**free["sampling_params"], "sampling_seed": seeds[tuple(free["input_ids"])]}
-    assert outcome(frees.result()[-1]) == outcome(stream(alone, {**free, "sampling_params": seeded})[-1])
-
-
-def test_a_response_is_the_same_when_its_replica_dies(
-    both: Running, alone: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    form = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}
-    wish = {"input": "Say slowly", "temperature": 0, "max_output_tokens": 90, "text": form}
-    killer = Killer(both, lambda place: any(len(r.output_ids) > 8 for r in place.requests.values()), monkeypatch)
-    found, _ = both.stream("/v1/responses", wish)
-    truth, _ = alone.stream("/v1/responses", wish)
-    assert killer.killed.is_set() and len(killer.hit) == 1
-    for events in (found, truth):
-        deltas = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
-        assert [event["sequence_number"] for event in events] == list(range(len(events)))
-        assert "".join(deltas) == events[-1]["response"]["output"][0]["content"][0]["text"]
-    ends = [events[-1]["response"] for events in (found, truth)]
-    assert ends[0]["output"][0]["content"] == ends[1]["output"][0]["content"]
-    assert ends[0]["status"] == ends[1]["status"] and ends[0]["usage"] == ends[1]["usage"]
-
-
-def test_a_request_that_kills_its_replica_fails_alone(both: Running, alone: Running) -> None:
-    poison = native([*PREFIX, POISON, *ONCE], 60)
-    bodies = [native([*PREFIX, 600 + i, *ONCE], 80, temperature=0.5, sampling_seed=i) for i in range(3)]
-    with ThreadPoolExecutor(8) as pool:
-        futures = [pool.submit(stream, both, body) for body in (*bodies, poison)]
-        truth = [stream(alone, body)[-1] for body in bodies]
-        *found, failed = [future.result() for future in futures]
-    assert failed[-1]["error"]["code"] == "replica_lost" and "3 times" in failed[-1]["error"]["message"]
-    assert len(failed) > 5, "it had tokens before"
-    assert [outcome(answer[-1]) for answer in found] == [outcome(answer) for answer in truth]
 
 
 def test_a_rolling_restart_under_load_loses_nothing(both: Running, alone: Running) -> None:

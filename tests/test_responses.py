@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -18,10 +16,9 @@ from openai.types import responses as theirs
 from openai.types.responses import response_create_params
 from test_schema import refused
 from test_schema import response as job
-from test_server import Running, options, slow_steps
-from test_tools import CLOCK, PARIS, REPLIES, WEATHER, cuts, prompt_of, templated
+from test_server import Running
+from test_tools import CLOCK, PARIS, WEATHER, cuts, prompt_of, templated
 
-from minispec.config import Config
 from minispec.load.chat_templates import NAMED
 from minispec.load.tokenizer import byte_tokenizer
 from minispec.replies.formats import CALLS, THOUGHTS, Formats
@@ -345,22 +342,6 @@ def test_events_come_in_the_order_that_openai_documents(name: str) -> None:
         assert order(streamed(pieces, kind)) == golden
 
 
-@pytest.mark.parametrize(("form", "text", "content", "calls"), REPLIES)
-def test_items_are_the_same_wherever_the_reply_is_cut_streamed_and_whole(
-    form: str, text: str, content: str | None, calls: list[tuple[str, str]]
-) -> None:
-    formats = Formats(CALLS[form])
-    for pieces in cuts(text):
-        final = streamed(pieces, formats=formats)[-1]["response"]
-        for answer in (final, whole(pieces, formats=formats)):
-            messages = [item["content"][0]["text"] for item in answer["output"] if item["type"] == "message"]
-            made = [item for item in answer["output"] if item["type"] == "function_call"]
-            assert "".join(messages) == (content or "") and answer["status"] == "completed"
-            assert [(call["name"], call["arguments"]) for call in made] == calls
-            assert len({item["id"] for item in answer["output"]}) == len(messages) + len(made)
-            assert all(call["call_id"].startswith("call_") and call["status"] == "completed" for call in made)
-
-
 def test_a_call_that_broke_off_is_incomplete_where_it_was_told_of_and_left_out_of_the_answer() -> None:
     assert order(streamed([BROKEN])) == BEGIN + TEXT + END
     assert order(streamed(["Ah. " + BROKEN, " then"])) == BEGIN + TEXT * 2 + END
@@ -446,40 +427,6 @@ def test_a_stream_has_the_text_of_the_whole_answer_and_that_of_the_chat(served: 
     assert (usage["input_tokens"], usage["output_tokens"]) == (said["usage"]["prompt_tokens"], 60)
     assert usage["input_tokens_details"]["cached_tokens"] > 0
     assert events[0]["response"]["id"] == events[-1]["response"]["id"]
-
-
-def test_streams_that_are_left_or_aborted_free_their_pages(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow_steps(served, monkeypatch)
-    before = served.stats()["generated_tokens"]
-    received, sock = served.stream("/v1/responses", LONG_ONE, read=6)
-    assert [event["type"] for event in received[:3]] == ["response.created", "response.in_progress",
-                                                         "response.output_item.added"]  # fmt: skip
-    whole = served.open("/v1/responses", LONG_ONE)
-    served.wait(lambda s: s["num_running_reqs"] == 2)
-    sock.close()
-    whole.close()
-    served.idle()
-    with ThreadPoolExecutor(1) as pool:
-        streaming = pool.submit(served.stream, "/v1/responses", {**LONG_ONE, "rid": "mine"})
-        served.wait(lambda s: s["num_running_reqs"] == 1)
-        assert served.call("/abort_request", {"rid": "mine"})[0] == 200
-        events, _ = streaming.result()
-    assert order(events)[-2:] == ["error", "failed"] and events[-1]["response"]["id"] == "mine"
-    assert served.idle()["generated_tokens"] - before < 900, "none of the three ran to its end"
-    assert served.server.admitted == 0 and not served.server.exchanges and not served.server.routes
-
-
-def test_a_response_that_takes_too_long_ends_with_events_that_say_so(
-    tiny: Path, served: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(served.server, "config", Config(**options(tiny, request_timeout=0.15)))
-    slow_steps(served, monkeypatch)
-    status, answer, _ = served.call("/v1/responses", LONG_ONE)
-    assert (status, answer["error"]["code"]) == (504, "timeout")
-    events, _ = served.stream("/v1/responses", LONG_ONE)
-    check(events)
-    assert order(events)[-2:] == ["error", "failed"] and events[-2]["code"] == "timeout"
-    served.idle()
 
 
 def test_errors_of_the_engine_name_the_fields_of_a_response(served: Running) -> None:

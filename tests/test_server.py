@@ -235,17 +235,6 @@ def test_openai_client_streams_the_text_it_gets_whole(served: Running, tiny: Pat
             assert "�" not in text[:-1]  # the last character may be cut by max_tokens
 
 
-def test_completions_stream_the_text_they_give_whole(served: Running) -> None:
-    api = client(served)
-    wish = {"model": "default", "prompt": ["Once", "good people"], "max_tokens": 30, "temperature": 0}
-    whole = api.completions.create(**wish)
-    texts = ["", ""]
-    for chunk in api.completions.create(**wish, stream=True):
-        texts[chunk.choices[0].index] += chunk.choices[0].text
-    assert texts == [choice.text for choice in whole.choices] and all(texts) and texts[0] != texts[1]
-    assert whole.usage.completion_tokens == 60
-
-
 def test_native_text_is_the_decoding_of_its_ids_and_speculation_is_reported(served: Running, tiny: Path) -> None:
     result = served.ok("/generate", native(max_new_tokens=120))
     assert result["text"] == AutoTokenizer.from_pretrained(tiny).decode(result["output_ids"])
@@ -256,14 +245,6 @@ def test_native_text_is_the_decoding_of_its_ids_and_speculation_is_reported(serv
     received, _ = served.stream("/generate", native(max_new_tokens=120))
     assert received[-1] == "[DONE]" and received[-2]["text"] == result["text"]
     assert all(b["text"].startswith(a["text"]) for a, b in zip(received[:-1], received[1:-1], strict=False))
-
-
-def test_a_stop_string_ends_text_and_ids_in_every_dialect(served: Running) -> None:
-    result = served.ok("/generate", native(max_new_tokens=60, stop=["people"]))
-    assert result["meta_info"]["finish_reason"] == {"type": "stop", "matched": "people"}
-    assert "people" not in result["text"] and "good" in result["text"]
-    choice = served.ok("/v1/chat/completions", chat(stop="people", max_tokens=200))["choices"][0]
-    assert choice["finish_reason"] == "stop" and "people" not in choice["message"]["content"]
 
 
 def test_a_batch_answers_in_the_order_it_was_sent(served: Running) -> None:
@@ -388,15 +369,6 @@ def test_loads_tokenizer_info_and_fingerprint(served: Running) -> None:
     chunk = served.stream("/v1/chat/completions", chat(max_tokens=1))[0][0]
     prints = {chunk["system_fingerprint"], served.ok("/v1/completions", {"prompt": "a"})["system_fingerprint"]}
     assert len(prints) == 1 and prints.pop().startswith("fp_")
-
-
-def test_a_prompt_is_cut_to_what_fits_when_asked(served: Running) -> None:
-    wish = {"prompt": [500] * 3000, "max_tokens": 5, "return_token_ids": True}
-    assert served.call("/v1/completions", wish)[1]["error"]["param"] == "prompt"
-    longest = served.ok("/server_info")["max_req_input_len"]
-    for keep, left in ((-1, min(longest, 1019)), (7, 7)):
-        choice = served.ok("/v1/completions", {**wish, "truncate_prompt_tokens": keep})["choices"][0]
-        assert choice["prompt_token_ids"] == [500] * left and len(choice["token_ids"]) == 5
 
 
 def test_web_pages_of_named_origins_may_call_and_their_browsers_may_ask_without_a_key() -> None:
@@ -628,13 +600,6 @@ def test_props_and_ping_are_what_clients_of_llama_cpp_look_for(served: Running) 
     assert "<|im_start|>" in told["chat_template"] and served.ok("/ping")["status"] == "ready"
 
 
-def test_a_prompt_that_leaves_no_room_for_the_default_limit_is_still_answered(served: Running) -> None:
-    longest = served.ok("/server_info")["max_req_input_len"]
-    answer = served.ok("/v1/completions", {"prompt": [500] * longest})
-    assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["completion_tokens"] >= 1
-    assert served.call("/v1/completions", {"prompt": [500] * (longest + 1)})[0] == 400
-
-
 def test_failures_of_the_framework_are_wrapped_too(served: Running) -> None:
     cases = [
         (served.call("/nope"), 404), (served.call("/generate", {}, "DELETE"), 405),
@@ -662,25 +627,6 @@ def test_whoever_hangs_up_is_aborted_in_decode_and_queue(served: Running) -> Non
         sock.close()
     served.idle()
     assert served.server.admitted == 0 and not served.server.exchanges and not served.server.routes
-
-
-def test_whoever_hangs_up_is_aborted_in_prefill(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = served.server.engine.llm.scheduler
-    monkeypatch.setattr(scheduler, "sizes", dataclasses.replace(scheduler.sizes, chunk_size=1))
-    seen = []
-    real = scheduler.engine.prefill
-
-    def slow(chunks: Any) -> Any:
-        seen.append(chunks[0].start)
-        time.sleep(0.01)
-        return real(chunks)
-
-    monkeypatch.setattr(scheduler.engine, "prefill", slow)
-    sock = served.open("/generate", {"input_ids": list(range(600, 1400)), "sampling_params": {"max_new_tokens": 4}})
-    served.wait(lambda s: s["num_running_reqs"] == 1 and len(seen) > 2)
-    sock.close()
-    served.idle()
-    assert 2 < len(seen) < 700
 
 
 def is_aborted(answer: dict[str, Any]) -> bool:
@@ -808,32 +754,6 @@ def test_a_full_queue_refuses_with_a_date_to_come_back(served: Running) -> None:
     served.idle()
     assert served.call("/generate", native())[0] == 200
     assert served.call("/generate", {"text": ["x"] * 13})[0] == 400
-
-
-def test_a_step_that_raises_costs_its_requests_and_not_the_server(
-    served: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = served.server.engine.llm.scheduler.engine
-    real, left = engine.launch, [1]
-
-    def launch(slots: Any, *given: Any, **how: Any) -> Any:
-        if left[0] and len(slots) == 2:
-            left[0] -= 1
-            raise RuntimeError("made to fail")
-        return real(slots, *given, **how)
-
-    monkeypatch.setattr(engine, "launch", launch)
-    with ThreadPoolExecutor(2) as pool:
-        wish = {"prompt": "Once", "max_tokens": 500, "ignore_eos": True}
-        streamed = pool.submit(served.stream, "/v1/completions", wish)
-        whole = pool.submit(served.call, "/generate", native(**LONG))
-        status, body, headers = whole.result()
-        received = streamed.result()[0]
-    assert left == [0] and status == 500 and body["error"]["type"] == "server_error"
-    assert headers["x-should-retry"] == "false" and "made to fail" not in body["error"]["message"]
-    assert received[-1] == "[DONE]" and received[-2]["error"]["type"] == "server_error"
-    assert served.call("/health")[0] == 200
-    served.idle()
 
 
 # ---- the beginning and the end ---------------------------------------------------------------------------------------

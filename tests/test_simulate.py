@@ -40,8 +40,9 @@ def emitted(scheduler: Scheduler) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("wishes", [{}, WISHES], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("length", slow_unless([1.0, 1.5, 2.7, 4.0], lambda length: length == 2.7))
+@pytest.mark.parametrize(("length", "wishes"), slow_unless(
+    [(1.0, {}), (1.5, WISHES), (2.7, {}), (2.7, WISHES), (4.0, WISHES)],
+    lambda length, wishes: length == 2.7))  # fmt: skip
 def test_the_mean_is_the_one_asked_for(length: float, wishes: dict) -> None:
     subject = SUBJECTS["standalone-chain"]  # it would always be accepted
     scheduler = subject.build(simulated=length, overlap=True)

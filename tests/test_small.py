@@ -11,13 +11,14 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from conformance import random_head
-from exactness import build, mixed_requests, reference, request, run, tiny_model
+from exactness import build, mixed_requests, reference, request, run, tiny_model, trace_only
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -60,7 +61,8 @@ def forced(drafter: Drafter, **how: object) -> Scheduler:
 
 
 @pytest.mark.slow
-def test_greedy_and_sampled_batches_have_a_graph_each() -> None:
+def test_greedy_and_sampled_batches_have_a_graph_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace_only(monkeypatch, tmp_path)  # Inductor's code is compared with eager functions below
     scheduler = build(MODEL, Plain(), host_looks=False, running=1, pages=PAGES)
     scheduler.engine.compile_small(DirectStep, lambda batch, nodes: True)
     for temperature in (0.0, 1.0, 0.0, 1.0):
@@ -164,15 +166,22 @@ def operations(engine: Engine, nodes: int) -> tuple[Counter[str], int]:
     return top, max(abs(event.self_cpu_memory_usage) for event in found.events())
 
 
-# Running requests, nodes, most operations, kinds of small functions; the tree's are compiled below too.
+# Running requests, nodes, most operations, kinds of small functions.
 STEPS = [(lambda: eagle3(3, 3, 8), 2, 8, 60, 5), (Plain, 1, 1, 25, 2)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("drafter", "running", "nodes", "most", "kinds"), STEPS, ids=["eagle3-3/3/8", "plain"])
 def test_a_step_is_a_handful_of_launches(
-    drafter: Callable[[], Drafter], running: int, nodes: int, most: int, kinds: int
+    drafter: Callable[[], Drafter],
+    running: int,
+    nodes: int,
+    most: int,
+    kinds: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    trace_only(monkeypatch, tmp_path)  # what is counted lies around the functions
     with torch.inference_mode():
         scheduler = forced(drafter(), running=running)
         engine = scheduler.engine
@@ -192,7 +201,11 @@ def test_a_step_is_a_handful_of_launches(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(3, 3, 8), (1, 1, 2)], ids=lambda shape: "/".join(map(str, shape)))
-def test_tokens_and_trees_are_those_of_the_eager_functions(shape: tuple[int, int, int]) -> None:
+def test_tokens_and_trees_are_those_of_the_eager_functions(
+    shape: tuple[int, int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shape[1] == 1:
+        trace_only(monkeypatch, tmp_path)  # the tree's are compiled by Inductor
     with torch.inference_mode():
         drafter = eagle3(*shape)
     scheduler = forced(drafter, running=2)

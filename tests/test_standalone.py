@@ -26,7 +26,6 @@ from exactness import (
     graphs_made,
     mixed_requests,
     next_logits,
-    reference,
     request,
     run,
     tiny_model,
@@ -50,7 +49,8 @@ from minispec.scheduler import Scheduler
 from minispec.standalone import DraftModel, StandaloneDrafter
 
 MODEL = tiny_model()
-SHAPES = [(1, 1, 2), (3, 1, 4), (2, 2, 7), (3, 3, 8), (4, 4, 16), (1, 5, 4)]  # steps, topk, nodes
+SHAPES = [("near", (1, 1, 2)), ("near", (3, 1, 4)), ("near", (4, 4, 16)), ("near", (1, 5, 4)), ("far", (2, 2, 7)),
+          ("far", (3, 3, 8))]  # a draft, and its steps, topk and nodes  # fmt: skip
 
 
 @torch.inference_mode()
@@ -99,10 +99,11 @@ def assert_slow_trees(compare: list, shape: tuple[int, int, int], name: str = "n
 def drafted(
     shape: tuple[int, int, int], requests: list[Request], name: str = "near", **how: object
 ) -> tuple[Scheduler, list]:
-    """Serve requests and return the scheduler and every tree it was offered."""
+    """Serve requests exactly; returns the scheduler and every tree it was offered."""
     scheduler = build(MODEL, drafter(*shape, name), **how)
     compare = record(scheduler)
     run(scheduler, requests)
+    assert all(r.output_ids == truth(MODEL, r) for r in requests)
     return scheduler, compare
 
 
@@ -138,38 +139,15 @@ def test_at_temperature_one_its_own_drafts_are_accepted_whole_if_they_share_its_
         assert whole == coupled and r.output_ids == truth(MODEL, r)
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 7), (3, 3, 8), (4, 4, 16)], ids=str)
-def test_a_tree_of_the_target_s_own_drafts_is_followed_along_the_greedy_children(shape) -> None:
-    requests = mixed_requests(max_new_tokens=24)
-    scheduler = build(MODEL, drafter(*shape, "itself"))
-    compare = record(scheduler)
-    lengths: list[tuple[int, int]] = []  # of each step: the greedy path within the tree, and what was accepted
-    inner = scheduler.engine.accept.judge
-
-    def judge(*given):
-        verdict = inner(*given)
-        host_slots = scheduler.running
-        for ids, tokens, parents, _ in compare[-len(host_slots) :]:
-            text, known = list(ids), paths(tokens, parents)
-            while tuple(text[len(ids) :] + [best := int(next_logits(MODEL, text).argmax())]) in known:
-                text.append(best)
-            row = [c[0] for c in compare[-len(host_slots) :]].index(ids)
-            lengths.append((len(text) - len(ids), int(verdict.count[row]) - 1))
-        return verdict
-
-    scheduler.engine.accept.judge = judge
-    run(scheduler, requests)
-    assert len(lengths) > 20 and all(inside == accepted for inside, accepted in lengths)
-    assert sum(accepted for _, accepted in lengths) > 0.8 * len(lengths)
-
-
 # ---- every tree ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", ["near", "far"])
-def test_every_tree_is_the_slow_reference_s(shape, name) -> None:
-    _, compare = drafted(shape, mixed_requests(max_new_tokens=8), name)
+@pytest.mark.parametrize(("name", "shape"), SHAPES, ids=str)
+def test_every_tree_is_the_slow_reference_s(name, shape) -> None:
+    requests = mixed_requests(max_new_tokens=8)
+    for r in requests[1::4]:
+        r.params = replace(r.params, top_p=0.9, repetition_penalty=1.2)
+    _, compare = drafted(shape, requests, name)
     assert_slow_trees(compare, shape, name, every=3)
 
 
@@ -209,30 +187,16 @@ def test_drafting_goes_on_to_the_last_row_of_the_context() -> None:
         _, compare = drafted((3, 2, 6), [full], name, running=1)
         assert len(full.prompt_ids) + len(full.output_ids) == 256
         assert_slow_trees(compare, (3, 2, 6), name, every=4)
-        start = request("start", full.prompt_ids)
-        start.max_new_tokens = 24
-        assert full.output_ids[:24] == reference(MODEL, start)
 
 
-# ---- exactness ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("name", "shape"), slow_unless([("near", (3, 1, 4)), ("near", (3, 3, 8)), ("far", (2, 2, 7))],
-                         lambda name, shape: name == "far"), ids=str)  # fmt: skip
-@pytest.mark.parametrize("wishes", [dict(), dict(temperature=0.8, top_p=0.9, repetition_penalty=1.2)], ids=str)
-def test_tokens_are_those_of_plain_decoding(name, shape, wishes) -> None:
-    for how in (dict(), dict(running=1), dict(chunk=32), dict(pages=15)):
-        requests = mixed_requests(max_new_tokens=12, **wishes)
-        run(build(MODEL, drafter(*shape, name), **how), requests)
-        for r in requests:
-            assert r.output_ids == truth(MODEL, r)
+# ---- compiled ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_compiled_it_is_one_graph_a_shape_whatever_the_depth_and_the_trees_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trace_only(monkeypatch, tmp_path)  # what Inductor makes of a block is tested in test_engine.py
+    trace_only(monkeypatch, tmp_path)  # what Inductor makes of a block is tested in test_compiled.py
     models, shape = (tiny_model(), near(0.01)), (3, 2, 6)
     own = StandaloneDrafter(DraftModel(models[1], VOCAB), rounds=3, topk=2, nodes=6)
     compiler = DirectStep
@@ -477,15 +441,6 @@ def test_a_draft_that_does_not_fit_is_refused_in_one_line(tmp_path) -> None:
     assert "vocab_size" in refusal(target, bare)
     with pytest.raises(ValueError, match="STANDALONE needs --speculative-draft-model-path"):
         LLM(target, speculative_algorithm="STANDALONE", **OPTIONS)
-
-
-def test_a_draft_is_read_in_the_format_asked_for(tmp_path) -> None:
-    folder = write(tmp_path / "draft")
-    tensors = {name: torch.full_like(tensor, 7.0) for name, tensor in load_file(folder / "model.safetensors").items()}
-    torch.save(tensors, folder / "pytorch_model.bin")
-    for load_format, pickled in (("auto", False), ("safetensors", False), ("pt", True)):
-        draft = load_draft(folder, MODEL, load_tokenizer(folder), None, load_format)
-        assert bool((draft.model.layers[1].qkv_proj.weight == 7.0).all()) == pickled
 
 
 def test_a_draft_of_a_shorter_context_runs_on_and_says_so_once(tmp_path, caplog) -> None:

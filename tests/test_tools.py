@@ -16,7 +16,7 @@ from minispec.output import Output, overlap
 from minispec.replies.constraint import call_or_form, constraint
 from minispec.replies.formats import CALLS, THOUGHTS, Formats, calls_of
 from minispec.replies.thoughts import Thoughts
-from minispec.request import Finish, Grammar, Request, RequestError, SamplingParams, Update
+from minispec.request import Finish, Grammar, Request, RequestError, Update
 from minispec.serve import parse
 from minispec.serve.message import Message, Wish
 from minispec.serve.reply import Reply, Served
@@ -119,23 +119,6 @@ def test_a_reply_is_taken_apart_the_same_way_wherever_it_is_cut(
         assert len(complete) == len(calls)
         assert {name for name, _ in total["calls"].values()} <= {"weather", "clock"}, "no other name goes out"
         assert [tuple(call) for call in total["calls"].values()][-len(calls) or len(total["calls"]) :] == calls
-
-
-def test_recorded_replies_cut_at_their_tokens_are_taken_apart_the_same_way(demo_folder: Path) -> None:
-    tokenizer = load_tokenizer(demo_folder)
-    for form, text, content, calls in REPLIES:
-        for size in (1, 3):  # tokens of a step
-            deltas, message, ids = [], Message(WISH, Formats(CALLS[form])), tokenizer.encode(text)
-            output = Output(Request("r", [1], SamplingParams(skip_special_tokens=False), max_new_tokens=10**6),
-                            tokenizer, frozenset())  # fmt: skip
-            for i, token in enumerate(ids):
-                output.append(token)
-                if i % size == 0 or i == len(ids) - 1:
-                    message.feed(output.release(i == len(ids) - 1))
-                    deltas.append(message.delta())
-            message.finish(False)
-            assert output.text == text and (message.whole()["content"], calls_in(message)) == (content, calls)
-            assert joined([*deltas, message.delta()])["content"] == (content or "")
 
 
 def test_a_name_goes_out_before_its_arguments_and_these_as_they_come() -> None:

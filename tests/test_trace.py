@@ -69,8 +69,10 @@ def assert_told_truly(r: Request, model: Any) -> None:
     assert at == len(r.output_ids)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("name", ["none", "ngram", "oracle", "standalone-tree", "eagle3-tree"])
+@pytest.mark.parametrize(
+    ("name", "temperature"),
+    [("none", 0.0), ("ngram", 0.9), ("oracle", 0.0), ("standalone-tree", 0.9), ("eagle3-tree", 0.0)],
+)
 def test_what_is_told_of_a_step_is_what_happened_and_nobody_gets_another_token(name: str, temperature: float) -> None:
     subject = SUBJECTS[name]
     scheduler = subject.build(running=3, overlap=name == "standalone-tree")

@@ -452,17 +452,6 @@ def test_replay_counts_like_a_server(tmp_path: Path) -> None:
     assert losses(head, batch, taps, teacher, 0.0)[1][0, 1] == len(text.ids) - 1 - text.start
 
 
-def test_features_that_were_kept_need_no_model(tmp_path: Path) -> None:
-    model = target()
-    texts = replies(model, 4)
-    fresh = Features(model, texts, TAPS, tmp_path / "a", 10**9)
-    first = [fresh.of(i) for i in range(4)]
-    again = Features(model, texts, TAPS, tmp_path / "a", 10**9)
-    again.model = None  # type: ignore[assignment]
-    for i in range(4):
-        assert all(torch.equal(one, two) for one, two in zip(first[i], again.of(i), strict=True))
-
-
 def test_batches_are_all_replies_once() -> None:
     texts = [TrainingReply(list(range(n)), 2, 0.0, "x") for n in range(4, 40)]
     made = list(batches(texts, range(36), 50, random.Random(0)))
@@ -503,16 +492,6 @@ def test_resuming_with_other_data_is_refused_in_one_sentence(change: str, tmp_pa
     after = Features(model, texts, TAPS, tmp_path / "after", 10**9)
     with pytest.raises(ValueError, match="checkpoint.pt .*other replies.*--work.*--out"):
         Trainer(recipe("eagle3"), after, tmp_path / "head", silent).run()
-
-
-def test_a_checkpoint_holds_the_draft_ids_of_its_head(tmp_path: Path) -> None:
-    """Row r of the saved LM head drafts the token ids[r], whatever replies lie in the work folder by now."""
-    model = target()
-    features = Features(model, replies(model, 24), TAPS, tmp_path / "work", 10**9)
-    trainer = Trainer(recipe("eagle3"), features, tmp_path / "head", lambda line: None)
-    trainer.run(stop_at=1)
-    state = torch.load(tmp_path / "head" / "checkpoint.pt", weights_only=True)
-    assert torch.equal(state["ids"], trainer.head.token_map) and state["data"] == features.digest
 
 
 @pytest.mark.parametrize("change", ("replies", "dtype", "taps"))

@@ -106,19 +106,6 @@ def test_both_verifications_agree_with_a_plain_walk_on_random_trees(dtype: torch
     assert accepted > 200  # the trees were walked, not only looked at
 
 
-def test_padding_never_matches_even_the_last_id() -> None:
-    """-1 indexes the last id in Python and must not here; nor may a pick below a padding node count."""
-    tree = DraftTree(torch.tensor([[0, -1, -1]]), torch.tensor([[-1, 0, 0]]))
-    for best in range(3):
-        logits = torch.zeros(1, 3, 3)
-        logits[:, :, best] = 1
-        for verdict in (
-            verify_greedy(trees(tree, 3), logits),
-            verify(trees(tree, 3, torch.tensor([4])), logits, greedy_rows(1, 3)),
-        ):
-            assert verdict.count.tolist() == [1] and verdict.bonus.tolist() == [best]
-
-
 def test_no_more_than_A_tokens_are_emitted_from_a_deeper_tree() -> None:
     tree = chain(torch.tensor([[0, 1, 1, 1, 1]]))
     logits = torch.tensor([0.0, 1.0]).expand(1, 5, 2)

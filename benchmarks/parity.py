@@ -288,24 +288,31 @@ def run_deterministic(
     """Ask each server, a name and its flags, alone, eight at once in random company and in trials; yields its row."""
     for at, (drafter, flags) in enumerate(servers.items()):
         missing = [
-            (name, ask, kind)
-            for ask in ASKS
-            for kind in KINDS
-            if (name := f"{model}, {drafter}, {ask}, {kind}") not in texts.found
+            kind for kind in KINDS if any(f"{model}, {drafter}, {ask}, {kind}" not in texts.found for ask in ASKS)
         ]
         if missing:
             with serve("--enable-deterministic-inference", *flags) as url:
-                for name, ask, kind in missing:
-                    params = {**ASKS[ask], "max_new_tokens": new_tokens, "ignore_eos": True}
-                    if kind == "trials":
-                        texts.add(name, trials(url, prompts, params, at))
-                        continue
-                    order = list(range(min(ALONE, len(prompts)) if kind == "alone" else len(prompts)))
-                    random.Random(at).shuffle(order)
-                    asked, at_once = [prompts[i] for i in order], 1 if kind == "alone" else 8
-                    answers = generate(url, asked, [params] * len(order), at_once)
-                    texts.add(name, [[i, text_of(answer)] for i, answer in zip(order, answers, strict=True)])
+                for kind in missing:
+                    for ask, found in asked(url, prompts, kind, at, new_tokens).items():
+                        texts.add(f"{model}, {drafter}, {ask}, {kind}", found)
         yield texts.row(model, drafter)
+
+
+def asked(url: str, prompts: Sequence[Ids], kind: str, at: int, new_tokens: int) -> dict[str, list[list[Any]]]:
+    """Return what server number `at` answers, by temperature; behind the first, eight at once, a prompt has one."""
+    params = {ask: {**wishes, "max_new_tokens": new_tokens, "ignore_eos": True} for ask, wishes in ASKS.items()}
+    if kind == "trials":
+        return {ask: trials(url, prompts, params[ask], at) for ask in ASKS}
+    jobs = [(i, ask) for i in range(len(prompts)) for number, ask in enumerate(ASKS)
+            if (i < ALONE if kind == "alone" else at == 0 or (i + at) % 2 == number)]  # fmt: skip
+    random.Random(at).shuffle(jobs)
+    answers = generate(
+        url, [prompts[i] for i, _ in jobs], [params[ask] for _, ask in jobs], 1 if kind == "alone" else 8
+    )
+    found: dict[str, list[list[Any]]] = {ask: [] for ask in ASKS}
+    for (i, ask), answer in zip(jobs, answers, strict=True):
+        found[ask].append([i, text_of(answer)])
+    return found
 
 
 def tiny_copy(family: str, folder: Path) -> Path:

@@ -212,8 +212,8 @@ def test_chunks_cached_prefixes_and_retraction_change_no_number(dense: Model, de
     text = any_ids(200, random.Random(4))
     cut = lambda: [request(f"c{n}", text[:n], max_new_tokens=8, logprobs=Logprobs(top=2)) for n in LENGTHS]  # noqa: E731
     again = cut()
-    assert numbers(served(dense, 2, 8, radix=True), again, 2) == numbers(served(dense, 1), cut(), 1), "of many lengths"
-    assert len({r.cached_tokens for r in again}) > 3
+    assert numbers(served(dense, 4, 8, radix=True), again, 4) == numbers(served(dense, 1), cut(), 1), "of many lengths"
+    assert len({r.cached_tokens for r in again}) > 2
     tight, crowded = served(dense, 8, 8, pages=34), asked(8, new=24)
     assert numbers(tight, crowded, 8) == truth and any(r.retractions for r in crowded), "retracted"
 

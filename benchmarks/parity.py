@@ -19,6 +19,7 @@ import argparse
 import json
 import random
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -66,9 +67,11 @@ def stats(url: str) -> dict[str, Any]:
         return json.load(answer)["internal_states"][0]
 
 
-def generate(url: str, prompts: Sequence[Ids], params: Sequence[dict[str, Any]], at_once: int) -> list[dict[str, Any]]:
-    """Send prompts to /generate, at most `at_once` under way; returns the answers in order."""
-    one = lambda job: post(url + "/generate", {"input_ids": job[0], "sampling_params": job[1]})  # noqa: E731
+def generate(
+    url: str, prompts: Sequence[Ids], params: Sequence[dict[str, Any]], at_once: int, **more: Any
+) -> list[dict[str, Any]]:
+    """Send prompts to /generate, at most `at_once` under way; returns the answers in order. more: further fields."""
+    one = lambda job: post(url + "/generate", {"input_ids": job[0], "sampling_params": job[1], **more})  # noqa: E731
     with ThreadPoolExecutor(at_once) as pool:
         return list(pool.map(one, zip(prompts, params, strict=True)))
 
@@ -214,43 +217,146 @@ def run(questions: Questions, drafters: Sequence[str], modes: Sequence[str], tel
     return all_exact
 
 
-TRIALS = 20
+TRIALS = 10  # at each temperature
+LONGEST = 448  # tokens of a prompt
+ALONE = 16  # prompts that are asked one at a time
+ASKS: dict[str, dict[str, Any]] = {"T = 0": GREEDY, "T = 1": {"temperature": 1.0}}  # the seed is the server's, 42
+KINDS = ("alone", "eight at once", "trials")
+Text = tuple[Ids, list[float]]  # and log-probabilities, of the trials alone
 
 
-def trials(url: str, prompts: Sequence[Ids], params: dict[str, Any], seed: int) -> list[Ids]:
-    """Return the answers to the first prompt, asked TRIALS times among others, in batches of random sizes."""
+class Texts:
+    """What servers have answered, kept in a file of JSON lines, so that a run that was cut off goes on."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.found: dict[str, list[list[Any]]] = {}  # of each kind by its name: [[number of the prompt, text], ...]
+        if path is not None and path.exists():
+            self.found = {k: v for line in path.read_text().splitlines() for k, v in json.loads(line).items()}
+
+    def add(self, name: str, texts: list[list[Any]]) -> None:
+        """Keep the texts of a kind."""
+        self.found[name] = json.loads(json.dumps(texts))
+        if self.path is not None:
+            with self.path.open("a") as file:
+                print(json.dumps({name: texts}), file=file)
+
+    def row(self, model: str, drafter: str) -> tuple[bool, str]:
+        """Return whether all texts of a drafter equal those first found, and a row of a table that says how many."""
+        cells, exact = [], True
+        for ask in ASKS:
+            ids: dict[int, Ids] = {}
+            scores: dict[int, list[float]] = {}
+            for name, texts in self.found.items():
+                if name.startswith(f"{model}, ") and f", {ask}, " in name:
+                    for number, (text, logprobs) in texts:
+                        ids.setdefault(number, text)
+                        if logprobs:
+                            scores.setdefault(number, logprobs)
+            for kind in KINDS:
+                texts = self.found.get(f"{model}, {drafter}, {ask}, {kind}", [])
+                equal = sum(t == ids[at] and (not s or s == scores[at]) for at, (t, s) in texts)
+                exact &= equal == len(texts) > 0
+                cells.append(f"{equal}/{len(texts)}")
+        return exact, f"| {model}, {drafter} | {' | '.join(cells)} |"
+
+
+def trials(url: str, prompts: Sequence[Ids], params: dict[str, Any], seed: int) -> list[list[Any]]:
+    """Return the answers to the first prompt, asked TRIALS times among shorter others, in batches of random sizes."""
     rng, found = random.Random(seed), []
     for trial in range(TRIALS):
         others = rng.sample(list(prompts[1:]), min(rng.randrange(8), len(prompts) - 1))
         batch = [*others, prompts[0]]
         rng.shuffle(batch)
+        shorter = [{**params, "max_new_tokens": rng.randrange(1, params["max_new_tokens"])} for _ in batch]
+        shorter[batch.index(prompts[0])] = params
         if trial % 2:
             flush(url)
-        answers = generate(url, batch, [params] * len(batch), len(batch))
-        found.append(answers[batch.index(prompts[0])]["output_ids"])
+        answers = generate(url, batch, shorter, len(batch), return_logprob=True)
+        found.append([0, text_of(answers[batch.index(prompts[0])])])
     return found
 
 
+def text_of(answer: dict[str, Any]) -> Text:
+    """Return the ids of an answer and their log-probabilities, if it has them."""
+    return answer["output_ids"], [score[0] for score in answer["meta_info"].get("output_token_logprobs") or ()]
+
+
 def run_deterministic(
-    prompts: Sequence[Ids], drafters: Sequence[str], flags: Sequence[str], new_tokens: int, tell: Callable[[str], None]
-) -> bool:
-    """Compare the texts of every drafter, alone and in batches; returns whether there was one of each."""
-    truth: dict[str, list[Ids]] = {}
-    same_everywhere = True
-    asks: dict[str, dict[str, Any]] = {"T = 0": GREEDY, "T = 1": {"temperature": 1.0}}  # the seed is the server's, 42
-    for number, drafter in enumerate(drafters):
-        with serve("--enable-deterministic-inference", *drafter_flags(drafter), *flags) as url:
-            for name, ask in asks.items():
-                params = {**ask, "max_new_tokens": new_tokens, "ignore_eos": True}
-                for at_once in (1, 8, 8):  # the last time from the prefix cache
-                    texts = [a["output_ids"] for a in generate(url, prompts, [params] * len(prompts), at_once)]
-                    equal = sum(a == b for a, b in zip(texts, truth.setdefault(name, texts), strict=True))
-                    same_everywhere &= equal == len(prompts)
-                    tell(f"{drafter}, {name}, {at_once} at once: {equal}/{len(prompts)} equal")
-                unique = {tuple(ids) for ids in trials(url, prompts, params, number)}
-                same_everywhere &= unique == {tuple(truth[name][0])}
-                tell(f"{drafter}, {name}: {len(unique)} unique text{'s' * (len(unique) > 1)} of {TRIALS} trials")
-    return same_everywhere
+    model: str, prompts: Sequence[Ids], servers: dict[str, list[str]], new_tokens: int, texts: Texts
+) -> Iterator[tuple[bool, str]]:
+    """Ask each server, a name and its flags, alone, eight at once in random company and in trials; yields its row."""
+    for at, (drafter, flags) in enumerate(servers.items()):
+        missing = [
+            kind for kind in KINDS if any(f"{model}, {drafter}, {ask}, {kind}" not in texts.found for ask in ASKS)
+        ]
+        if missing:
+            with serve("--enable-deterministic-inference", *flags) as url:
+                for kind in missing:
+                    for ask, found in asked(url, prompts, kind, at, new_tokens).items():
+                        texts.add(f"{model}, {drafter}, {ask}, {kind}", found)
+        yield texts.row(model, drafter)
+
+
+def asked(url: str, prompts: Sequence[Ids], kind: str, at: int, new_tokens: int) -> dict[str, list[list[Any]]]:
+    """Return what server number `at` answers, by temperature; behind the first, eight at once, a prompt has one."""
+    params = {ask: {**wishes, "max_new_tokens": new_tokens, "ignore_eos": True} for ask, wishes in ASKS.items()}
+    if kind == "trials":
+        return {ask: trials(url, prompts, params[ask], at) for ask in ASKS}
+    jobs = [(i, ask) for i in range(len(prompts)) for number, ask in enumerate(ASKS)
+            if (i < ALONE if kind == "alone" else at == 0 or (i + at) % 2 == number)]  # fmt: skip
+    random.Random(at).shuffle(jobs)
+    answers = generate(
+        url, [prompts[i] for i, _ in jobs], [params[ask] for _, ask in jobs], 1 if kind == "alone" else 8
+    )
+    found: dict[str, list[list[Any]]] = {ask: [] for ask in ASKS}
+    for (i, ask), answer in zip(jobs, answers, strict=True):
+        found[ask].append([i, text_of(answer)])
+    return found
+
+
+def tiny_copy(family: str, folder: Path) -> Path:
+    """Write a tiny model of a family of `benchmarks.files`, whose layers have a multiple of 32 inputs."""
+    from benchmarks import files
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "max_position_embeddings": 1024,
+             "torch_dtype": "bfloat16", "architectures": [f"{family}ForCausalLM"]}  # fmt: skip
+    config = {**files.LLAMA, **files.FAMILIES[family], **sizes}
+    config |= {"sliding_window": 64} if config.get("sliding_window") else {}
+    config |= {"moe_intermediate_size": 32} if "moe_intermediate_size" in config else {}
+    return files.write_model(folder / family, config)
+
+
+def deterministic(args: argparse.Namespace, questions: Sequence[str], tell: Callable[[str], None]) -> bool:
+    """Compare the texts of all servers that the flags name, and print a table; returns whether there is one of each."""
+    from minispec.load.default_model import ensure_default_model
+    from minispec.load.tokenizer import load_tokenizer
+
+    with tempfile.TemporaryDirectory() as made:
+        folder = tiny_copy(args.tiny, Path(made)) if args.tiny else ensure_default_model()
+        tokenizer = load_tokenizer(folder)
+        prompts = [tokenizer.encode_chat([{"role": "user", "content": text}])[:LONGEST] for text in questions]
+        flags = ["--quantization", "int8"] if args.int8 else []
+        flags += ["--model-path", str(folder)] if args.tiny else []
+        draft = ["--speculative-draft-model-path", str(folder)] if args.tiny else []
+        servers = {
+            f"{drafter}, {mode}": [
+                *(drafter_flags(drafter) + (draft if drafter.startswith("STANDALONE") else [])),
+                *(flags + (["--disable-torch-compile"] if mode == "eager" else [])),
+            ]
+            for drafter in args.drafter
+            for mode in args.mode
+        }
+        name, exact = f"{args.tiny or 'default model'}, {'int8' if args.int8 else 'bfloat16'}", []
+        tell(
+            "| model, weights, drafter, mode | " + " | ".join(f"{ask}, {kind}" for ask in ASKS for kind in KINDS) + " |"
+        )
+        tell("|---|" + "---|" * len(ASKS) * len(KINDS))
+        for same, row in run_deterministic(name, prompts, servers, args.new_tokens, Texts(args.texts)):
+            exact.append(same)
+            tell(row)
+    tell("one text each" if all(exact) else "NOT one text each")
+    return all(exact)
 
 
 def main() -> None:
@@ -263,6 +369,8 @@ def main() -> None:
     parser.add_argument("--mode", nargs="+", choices=("compiled", "eager"), default=["compiled", "eager"])
     parser.add_argument("--deterministic", action="store_true", help="compare texts among servers in bfloat16")
     parser.add_argument("--int8", action="store_true", help="with --deterministic: 8-bit weights")
+    parser.add_argument("--tiny", help="with --deterministic: a tiny model, Mistral (windows), Qwen2 or Qwen3Moe")
+    parser.add_argument("--texts", type=Path, help="with --deterministic: a file of texts, with which a run goes on")
     args = parser.parse_args()
     from minispec.load.default_model import ensure_default_model
 
@@ -270,15 +378,7 @@ def main() -> None:
     step = max(1, len(turns) // args.limit)  # spread over the categories
     tell = lambda line: print(line, flush=True)  # noqa: E731
     if args.deterministic:
-        from minispec.load.tokenizer import load_tokenizer
-
-        tokenizer = load_tokenizer(ensure_default_model())
-        first = [turn[0] for turn in turns[::step][: args.limit]]
-        prompts = [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in first]
-        flags = ["--quantization", "int8"] if args.int8 else []
-        same = run_deterministic(prompts, args.drafter, flags, args.new_tokens, tell)
-        tell("one text each" if same else "NOT one text each")
-        sys.exit(0 if same else 1)
+        sys.exit(0 if deterministic(args, [turn[0] for turn in turns[::step][: args.limit]], tell) else 1)
     tell("generating the reference with transformers")
     questions = Questions(turns[::step][: args.limit], ensure_default_model(), args.new_tokens)
     exact = run(questions, args.drafter, args.mode, tell)

@@ -6,6 +6,7 @@ row depends on another, they do. Each cause that `rowwise.py` removes is put bac
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -14,26 +15,50 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from exactness import CONTEXT, Oracle, any_ids, build, request, run, tiny_config, tiny_model, truth_of
+from conformance import random_head
+from exactness import (
+    CONTEXT,
+    VOCAB,
+    Oracle,
+    any_ids,
+    build,
+    finish,
+    request,
+    run,
+    submit,
+    tiny_config,
+    tiny_model,
+    truth_of,
+)
+from test_policy import adversary
 from torch import Tensor
 
 from minispec.attention import AttendKind
+from minispec.beam import BeamDrafter
 from minispec.config import Config
 from minispec.cpu import rowwise
 from minispec.cpu.gather import PagedGather
 from minispec.cpu.int8 import replace_weights
 from minispec.cpu.rowwise import PagedChains, RopeTable, RowNorm, keep_rows_apart, round_as_eager
 from minispec.cpu.template import Blocks, reason_against, unblocked
-from minispec.drafter import Plain
+from minispec.dflash import DFlashConfig, DFlashDrafter, DFlashHead
+from minispec.drafter import Drafter, HostDrafter, Plain
+from minispec.dspark import DSparkConfig, DSparkDrafter, DSparkHead
+from minispec.eagle import Eagle3Head, EagleHead
 from minispec.kv import PagedKV
 from minispec.load.build import Build
 from minispec.load.tokenizer import byte_tokenizer
+from minispec.lookup import Lookups
 from minispec.model import Model, RMSNorm, Rope
+from minispec.mtp import MtpHead
+from minispec.ngram import NgramDrafter, NgramOptions
+from minispec.replicas.wire import packed
 from minispec.request import Logprobs, Request, choice_seed
 from minispec.scheduler import Scheduler
 from minispec.serve.parse import parse_generate
 from minispec.serve.reply import Served
 from minispec.server import _tokenized
+from minispec.standalone import DraftModel, StandaloneDrafter
 
 BF16 = torch.bfloat16
 pytestmark = pytest.mark.skipif(reason_against(BF16) is not None, reason=f"no template: {reason_against(BF16)}")
@@ -42,6 +67,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dense": {}, "windowed": {"sliding_window": 20, "sliding": (0, 2)}, "biases": {"qkv_bias": True},
     "sparse": {"sparse": (0, 2), "experts": 4, "experts_per_token": 2, "expert_size": 32},
 }  # fmt: skip
+LENGTHS = (1, 15, 16, 17, 33, 64, 65, 100, 191, 192, 193, 200)  # of prefixes; see `PIECE` of rowwise.py
 Numbers = list[tuple[list[int], list[float]]]
 
 
@@ -62,6 +88,12 @@ def model_of(kind: str, int8: bool = False) -> Model:
 @pytest.fixture(scope="module")
 def dense() -> Model:
     return model_of("dense")
+
+
+@pytest.fixture(scope="module")
+def dense_alone(dense: Model) -> Numbers:
+    """What eight requests get alone, without drafts."""
+    return alone(dense, 8, new=24)
 
 
 def kind_for(of: PagedKV, *args: Any) -> Any:
@@ -103,13 +135,85 @@ def test_a_text_and_its_numbers_are_one_in_any_batch_with_any_drafts(dense: Mode
         assert numbers(served(dense, running, nodes), asked(count), running) == truth[:count], (running, nodes)
 
 
-def test_chunks_cached_prefixes_and_retraction_change_no_number(dense: Model) -> None:
-    truth = alone(dense, 8, new=24)
+def as_drafted(model: Model) -> Model:
+    """Return a target as drafters see it, before its rows are kept apart."""
+    with torch.inference_mode():
+        other = tiny_model(**SIZES).to(BF16).requires_grad_(False)
+        other.load_state_dict({k: v for k, v in model.state_dict().items() if k in other.state_dict()}, strict=False)
+    return other
+
+
+def block_of(kind: type[Any], config: type[Any], **more: Any) -> Callable[[Model], Any]:
+    """Return how a random network that drafts a block is made."""
+
+    def make(model: Model) -> Any:
+        shape = dataclasses.replace(model.config.plain(), layers=2, qk_norm=True)
+        network = kind(config(kind.name, shape, (1, 2), block_size=6, mask_token=VOCAB - 2, **more), model)
+        for name, parameter in network.named_parameters():
+            parameter.fill_(1.0) if "norm" in name else parameter.normal_(0, 0.3)
+        return network.to(BF16)
+
+    return make
+
+
+def heads(kind: type[Any], **switches: Any) -> Callable[[Model], Drafter]:
+    """Return how a drafter around a random head is made, with trees of two sizes."""
+    return lambda model: BeamDrafter(random_head(kind, model, **switches).to(BF16), steps=3, topk=3, nodes=8,
+                                     smaller=(1, 3))  # fmt: skip
+
+
+def itself(model: Model) -> StandaloneDrafter:
+    """Return a model that drafts for itself, and is mostly right."""
+    return StandaloneDrafter(DraftModel(model, VOCAB), steps=3, topk=3, nodes=8, smaller=(1, 3))
+
+
+DRAFTERS: dict[str, Callable[[Model], Drafter | HostDrafter]] = {
+    "ngram": lambda model: NgramDrafter(NgramOptions(nodes=8)),
+    "eagle": heads(EagleHead), "eagle3": heads(Eagle3Head, taps=(1, 2)), "mtp": heads(MtpHead), "standalone": itself,
+    "lookups": lambda model: Lookups(itself(model), NgramDrafter(NgramOptions(nodes=10)), VOCAB),
+    "dflash": lambda model: DFlashDrafter(block_of(DFlashHead, DFlashConfig)(model), block=6, nodes=8, topk=2),
+    "dspark": lambda model: DSparkDrafter(block_of(DSparkHead, DSparkConfig, rank=16)(model), block=6, nodes=8, topk=2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_drafter_gives_the_same_numbers_with_changing_shapes_overlap_and_retraction(
+    name: str, dense: Model, dense_alone: Numbers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rowwise, "NEAR", 1 << 17)  # so that keys of one to four requests are copied together
+    with torch.inference_mode():
+        drafter = DRAFTERS[name](as_drafted(dense))
+    attend = lambda of, *args: (PagedChains if of.pool is of.pools[0] else PagedGather)(of, *args)  # noqa: E731
+    scheduler = build(dense, drafter, running=6, kind=attend, pages=34, overlap=True, adaptive=True)
+    scheduler.policy.forced = adversary(1)  # each step has a shape by chance, plain ones among them
+    requests = asked(6, new=24)
+    assert numbers(scheduler, requests, 6) == dense_alone[:6]
+    assert len(scheduler.metrics.shapes) > 1 and (any(r.retractions for r in requests) or name == "standalone")
+
+
+def test_a_request_that_moved_to_another_engine_goes_on_with_the_same_numbers(
+    dense: Model, dense_alone: Numbers
+) -> None:
+    first, requests = served(dense, 6, 8), asked(6, new=24)
+    submit(first, *requests)
+    finish(first, lambda: min(len(r.output_ids) for r in requests) > 5)
+    moved = packed(requests)
+    assert all(5 < len(r.output_ids) < 24 for r in moved)
+    assert numbers(served(dense, 4), moved, 4) == dense_alone[:6]
+
+
+def test_chunks_cached_prefixes_and_retraction_change_no_number(dense: Model, dense_alone: Numbers) -> None:
+    truth = dense_alone
     assert numbers(served(dense, 8, 8, chunk=32), asked(8, new=24), 8) == truth, "chunks of 32 tokens"
     scheduler = served(dense, 4, 8, radix=True)
     assert numbers(scheduler, asked(8, new=24), 4) == truth
     again = asked(8, new=24)
     assert numbers(scheduler, again, 4) == truth and any(r.cached_tokens for r in again), "from the prefix cache"
+    text = any_ids(200, random.Random(4))
+    cut = lambda: [request(f"c{n}", text[:n], max_new_tokens=8, logprobs=Logprobs(top=2)) for n in LENGTHS]  # noqa: E731
+    again = cut()
+    assert numbers(served(dense, 4, 8, radix=True), again, 4) == numbers(served(dense, 1), cut(), 1), "of many lengths"
+    assert len({r.cached_tokens for r in again}) > 2
     tight, crowded = served(dense, 8, 8, pages=34), asked(8, new=24)
     assert numbers(tight, crowded, 8) == truth and any(r.retractions for r in crowded), "retracted"
 

@@ -52,6 +52,7 @@ PIECE = 192
 LEAST_ROWS = 4  # fewer rows have a kernel of their own
 PART = 64  # numbers of a row that a norm adds up together
 AREA = 1 << 17  # most queries times rows that they read in one product
+NEAR = 3 << 20  # bytes of keys and values that are copied together, so that products find them in a cache
 
 
 def reach_of(rows: int) -> int:
@@ -63,6 +64,7 @@ def reach_of(rows: int) -> int:
 class Chain(NamedTuple):
     """A chain of each of B requests: A queries at consecutive positions, and the S rows that they read."""
 
+    requests: slice  # which of a step's
     nodes: Tensor | None  # [B, A] int64, which node of its block each query is, W for nobody; None: all in their order
     rows: Tensor  # [B * S] int64, the rows of the pool; of a chain after the first its last rows alone, [B * A]
     places: Tensor | None  # [B * A] int64, where these come among the rows of the first chain; None: it is the first
@@ -108,17 +110,27 @@ class PagedChains:
         size = max(1, AREA // len(rows) // width) * width
         parts = [(at, min(size, length - at)) for at in range(0, length, size)]
         return [
-            Chain(None, rows, None, self._mask(torch.arange(start + at, start + at + count)[None], start + at + count),
+            Chain(slice(None), None, rows, None,
+                  self._mask(torch.arange(start + at, start + at + count)[None], start + at + count),
                   slice(first * width + at, first * width + at + count))
             for at, count in parts
         ]  # fmt: skip
 
     def _of_trees(self) -> list[Chain]:
+        """Return the chains of all trees, of so many requests together as fit in NEAR."""
+        reach = [reach_of(start + self.plan.width) for start in self.plan.starts.tolist()]
+        most, borders = NEAR // (8 * self.kv.pool.shape[1] * self.kv.pool.shape[3]), [0]
+        for at in range(1, len(reach)):
+            if (at + 1 - borders[-1]) * max(reach[borders[-1] : at + 1]) > most:
+                borders.append(at)
+        return [chain for some in map(slice, borders, [*borders[1:], len(reach)]) for chain in self._of_some(some)]
+
+    def _of_some(self, some: slice) -> list[Chain]:
         """Return as many chains as the tree with the most leaves has; a tree with fewer has nobody in the last ones."""
         plan, width = self.plan, self.plan.width
-        batch = plan.batch * plan.blocks
-        visible = (plan.whole or plan).visible
-        live = (plan.rows >= self.kv.page_size).view(batch, width)  # padding writes to page 0
+        visible, slot_rows = (plan.whole or plan).visible[some], plan.rows.view(-1, width)[some]
+        starts, batch = plan.starts[some], len(slot_rows)
+        live = slot_rows >= self.kv.page_size  # padding writes to page 0
         live[:, 0] = True  # even a root beyond the context is a chain, since a product over no rows is none
         seen = (visible & live[:, :, None]).sum(1)  # how many live nodes see each node, itself included
         leaf = live & (seen == 1)
@@ -129,21 +141,21 @@ class PagedChains:
         order = (~visible).to(torch.int8).argsort(dim=-1, stable=True)  # a node's ancestors first, parents first
         path = order.gather(1, leaves[:, :, None].expand(-1, -1, width))[:, :, :most]  # [B, L, A]
         inside = torch.arange(most) < length[..., None]
-        path_rows = plan.rows.view(batch, 1, width).expand(-1, path.shape[1], -1).gather(2, path)
+        path_rows = slot_rows[:, None].expand(-1, path.shape[1], -1).gather(2, path)
         # Nobody reads the request's own root, whose numbers are finite.
-        path_rows = torch.where(inside, path_rows, plan.rows.view(batch, width)[:, :1, None])
+        path_rows = torch.where(inside, path_rows, slot_rows[:, :1, None])
         nodes = torch.where(inside, path, width)
-        position = plan.starts[:, None] + torch.arange(most)
-        end = int(plan.starts.max()) + most
-        rows = self._rows_of(slice(0, batch), reach_of(end), plan.starts)
+        position = starts[:, None] + torch.arange(most)
+        end = int(starts.max()) + most
+        rows = self._rows_of(some, reach_of(end), starts)
         places = (position + torch.arange(batch)[:, None] * rows.shape[1]).flatten()
         rows = rows.flatten().index_copy(0, places, path_rows[:, 0].flatten())
-        mask, whole = self._mask(position, end), slice(None)
+        mask, whole = self._mask(position, end), slice(width)
         if most == width and leaves.shape[1] == 1 and bool(inside.all()):
-            return [Chain(None, rows, None, mask, whole)]
-        others = [Chain(nodes[:, at], path_rows[:, at].flatten(), places, mask, whole)
+            return [Chain(some, None, rows, None, mask, whole)]
+        others = [Chain(some, nodes[:, at], path_rows[:, at].flatten(), places, mask, whole)
                   for at in range(1, leaves.shape[1])]  # fmt: skip
-        return [Chain(nodes[:, 0], rows, None, mask, whole), *others]
+        return [Chain(some, nodes[:, 0], rows, None, mask, whole), *others]
 
     def _rows_of(self, blocks: slice, reach: int, ends: Tensor) -> Tensor:
         """Return the rows [g, S] of the pool that hold the first positions of the blocks' slots.
@@ -167,48 +179,44 @@ class PagedChains:
         return torch.zeros(sees.shape).masked_fill_(~sees, -torch.inf)[:, None]
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Attend with q [B, Hq, T, D] to one layer's rows of the pool -> [B, Hq, T, D], laid out as [B, T, Hq, D]."""
-        batch, heads, length, dim = q.shape
-        kv_heads, near = keys.shape[1], keys  # until the first chain's are copied
+        """Attend with q [Hkv, B, G, T, D] fp32, scaled, to one layer's rows of the pool; returns the same shape.
+
+        The G query heads that share a KV head are rows of one product.
+        """
+        kv_heads, batch, group, length, dim = q.shape
+        near = keys  # until the first chain's are copied
         last: Tensor | None = None
         both = keys.as_strided((2 * kv_heads, *keys.shape[2:]), keys.stride()[1:])  # values lie right behind their keys
         whole = len(self.chains) == 1 and self.chains[0].nodes is None and not self.plan.prompts
-        out = q if whole else q.new_zeros(batch, length + 1, heads, dim)  # what nobody asks for comes last
+        out = q if whole else q.new_zeros(kv_heads, batch, group, length + 1, dim)  # what nobody asks for comes last
         for chain in self.chains:
             if chain.places is not None:
                 near.index_copy_(1, chain.places, both.index_select(1, chain.rows).float())
             elif chain.rows is not last:
                 near, last = both.index_select(1, chain.rows).float(), chain.rows  # [2 * Hkv, B * S, D]
-            asked = q[:, :, chain.queries] if chain.nodes is None else self._asked(q, chain.nodes)
-            done = _attended(asked, near, chain.mask).transpose(1, 2).to(q.dtype)  # [B, A, Hq, D]
-            if whole:
-                return done.transpose(1, 2)
+            asked, into = q[:, chain.requests], out[:, chain.requests]
             if chain.nodes is None:
-                out[:, chain.queries] = done
+                done = _attended(asked[:, :, :, chain.queries], near, chain.mask)
+                if whole:
+                    return done
+                into[:, :, :, chain.queries] = done
             else:
-                out.scatter_(1, chain.nodes[:, :, None, None].expand(-1, -1, heads, dim), done)
-        return out[:, :length].transpose(1, 2)
-
-    def _asked(self, q: Tensor, nodes: Tensor) -> Tensor:
-        """Return the queries [B, Hq, A, D] of some nodes [B, A]."""
-        at = nodes.clamp(max=q.shape[2] - 1)[:, None, :, None]
-        return q.gather(2, at.expand(-1, q.shape[1], -1, q.shape[3]))
+                nodes = chain.nodes[None, :, None, :, None].expand(kv_heads, -1, group, -1, dim)
+                asked = asked.gather(3, nodes.clamp(max=length - 1))
+                into.scatter_(3, nodes, _attended(asked, near, chain.mask))
+        return out[:, :, :, :length].contiguous()
 
 
 def _attended(q: Tensor, near: Tensor, mask: Tensor) -> Tensor:
-    """Attend with q [B, Hq, A, D] to keys and values near [2 * Hkv, B * R, D] fp32; mask [B, 1, A, S], S at most R."""
-    (batch, heads, count, dim), kv_heads, reach = q.shape, len(near) // 2, mask.shape[-1]
+    """Attend with q [Hkv, B, G, A, D] to keys and values near [2 * Hkv, B * R, D]; mask [B, 1, A, S], S at most R."""
+    (kv_heads, batch, group, count, dim), reach = q.shape, mask.shape[-1]
     keys, values = near.view(2, kv_heads * batch, -1, dim)[:, :, :reach].unbind()
-    group = heads // kv_heads
-    # The queries that share a KV head are rows of one product.
-    q = q.reshape(batch, kv_heads, group * count, dim).transpose(0, 1).reshape(kv_heads * batch, -1, dim)
-    q = q.float() * dim**-0.5
-    if q.shape[1] < LEAST_ROWS:
-        q = F.pad(q, (0, 0, 0, LEAST_ROWS - q.shape[1]))
-    scores = torch.bmm(q, keys.mT)
+    rows = q.reshape(kv_heads * batch, group * count, dim)
+    if group * count < LEAST_ROWS:
+        rows = F.pad(rows, (0, 0, 0, LEAST_ROWS - group * count))
+    scores = torch.bmm(rows, keys.mT)
     scores[:, : group * count].view(kv_heads, batch, group, count, reach).add_(mask)
-    out = torch.bmm(torch.softmax(scores, -1), values)[:, : group * count]
-    return out.view(kv_heads, batch, group, count, dim).transpose(0, 1).reshape(batch, heads, count, dim)
+    return torch.bmm(torch.softmax(scores, -1), values)[:, : group * count].reshape(q.shape)
 
 
 class ChainLayer(Key):
@@ -225,7 +233,14 @@ class ChainLayer(Key):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k, v [B, Hkv, T, D] into their rows, then attend with q [B, Hq, T, D] -> [B, Hq, T, D]."""
         write_rows(self.keys, self.values, self.rows, k, v)
-        return torch.ops.minispec.attend_chains(q, self.keys, self.values, self.handle)
+        kv_heads, dim = k.shape[1], q.shape[3]
+        group = q.shape[1] // kv_heads
+        # All that is done to single numbers is done here, where compiled code does it in passing.
+        wide = (q.float() * dim**-0.5).unflatten(1, (kv_heads, group)).transpose(0, 1)  # [Hkv, B, G, T, D]
+        if q.shape[2] == 1 and group < LEAST_ROWS:
+            wide = F.pad(wide, (0, 0, 0, 0, 0, LEAST_ROWS - group))
+        out = torch.ops.minispec.attend_chains(wide.contiguous(), self.keys, self.values, self.handle)[:, :, :group]
+        return out.to(q.dtype).transpose(0, 1).flatten(1, 2)
 
 
 _chains: weakref.WeakValueDictionary[int | float, PagedChains] = weakref.WeakValueDictionary()  # by id
@@ -233,13 +248,12 @@ _chains: weakref.WeakValueDictionary[int | float, PagedChains] = weakref.WeakVal
 
 @operator(
     "attend_chains(Tensor q, Tensor keys, Tensor values, Tensor handle) -> Tensor",
-    lambda q, *_: q.new_empty(q.transpose(1, 2).shape).transpose(1, 2),
+    lambda q, *_: q.new_empty(q.shape),
     "CPU",
 )
 def _attend_chains(q: Tensor, keys: Tensor, values: Tensor, handle: Tensor) -> Tensor:
-    """Attend with q under the plan behind `handle` [] int64; laid out as `PagedChains.attend` returns it."""
-    out = _chains[handle.item()].attend(q, keys, values)
-    return out.transpose(1, 2).contiguous().transpose(1, 2)
+    """Attend with q under the plan behind `handle` [] int64."""
+    return _chains[handle.item()].attend(q, keys, values)
 
 
 # ---- the other parts of a model --------------------------------------------------------------------------------------

@@ -28,7 +28,18 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from minispec.model import FINAL, Block, LayerAttend, Model, ModelConfig, RMSNorm, Rope, rope_factor, rope_frequencies
+from minispec.model import (
+    FINAL,
+    Block,
+    LayerAttend,
+    Model,
+    ModelConfig,
+    RMSNorm,
+    Rope,
+    Uninitialised,
+    rope_factor,
+    rope_frequencies,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +96,7 @@ class DraftHead(nn.Module):
     def empty(cls, config: HeadConfig, target: Model) -> Self:
         """Return a head for inference with uninitialised weights, in the target's dtype and on its device."""
         weight = target.norm.weight
-        with torch.device("meta"):
+        with torch.device("meta"), Uninitialised():
             head = cls(config, target)
         head = head.to(weight.dtype).to_empty(device=weight.device).requires_grad_(False).eval()
         head.frequencies = rope_frequencies(config.layer).to(weight.device)

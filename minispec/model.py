@@ -35,6 +35,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from minispec.experts import Experts
 from minispec.keys import ModelError  # noqa: F401  others import it
@@ -222,6 +223,16 @@ class Block(nn.Module):
         return scaled(rope.turn(self.q_norm(q)), self.query_multiplier), rope.turn(self.k_norm(k)), v
 
 
+class Uninitialised(TorchFunctionMode):
+    """Within this, modules leave their weights as they are: on the meta device PyTorch imports Dynamo to set them."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return the weight in place of what torch.nn.init would fill, and call all other functions."""
+        if getattr(function, "__module__", None) == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return function(*args, **(kwargs or {}))
+
+
 class Model(nn.Module):
     """The decoder: embedding, blocks, final norm, LM head.
 
@@ -253,7 +264,7 @@ class Model(nn.Module):
 
         change: a function that may replace layers, called before the weights get memory.
         """
-        with torch.device("meta"):
+        with torch.device("meta"), Uninitialised():
             model = cls(config).to(dtype)
             change(model)
         model = model.to_empty(device=device).requires_grad_(False).eval()

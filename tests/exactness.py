@@ -339,7 +339,7 @@ def forget_graphs() -> None:
 class Traced(SerializableCallable):
     """What stands for Inductor's code where only traces matter: the graph itself, run eagerly. No file can hold it."""
 
-    def __init__(self, graph: Any, inputs: Any) -> None:
+    def __init__(self, graph: Any, inputs: Any, **options: Any) -> None:
         self.graph = graph
 
     def __call__(self, *args: Any) -> Any:

@@ -25,7 +25,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from minispec.compiled import Key, Step, eagerly, runs_eagerly
 from minispec.load.files import Loaded, NotMade, described, find
@@ -113,7 +113,8 @@ class DirectStep:
         if at not in outputs:
             with eagerly():
                 outputs[at] = self.function(*args)
-        return outputs[at]
+        # A function that runs returns a tensor of its own each time, and what is compiled behind it may rely on that.
+        return tree_map_only(Tensor, Tensor.clone, outputs[at])
 
 
 @contextmanager

@@ -158,9 +158,10 @@ def compile_function(function: Callable[..., Any], args: Sequence[Any]) -> tuple
     values: dict[str, Any] = {}
 
     def note(guards: Sequence[Any]) -> list[bool]:
-        """Note what guards are about, in the place of keeping them; names with ___ are Dynamo's own."""
+        """Note what guards are about, in the place of keeping them; names with __ are Dynamo's own."""
         for guard in guards:
-            if guard.has_value and guard.name and "___" not in guard.name and guard.guard_type not in _IGNORED:
+            telling = guard.name and "___" not in guard.name and not guard.name.startswith("__import__(")
+            if guard.has_value and telling and guard.guard_type not in _IGNORED:
                 values[guard.name] = guard.value
         return [False] * len(guards)
 

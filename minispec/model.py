@@ -53,7 +53,8 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
     their turns. YaRN (arXiv 2309.00071, section 3.2; transformers' `_compute_yarn_parameters`) does the same with
     beta_fast and beta_slow, but interpolates linearly in a frequency's index.
     """
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    # On a CPU even if the model is on the meta device, where PyTorch would import Dynamo for it.
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
     frequency = 1.0 / config.rope_theta**exponent
     scaling = config.rope_scaling
     if scaling is None:

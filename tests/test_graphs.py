@@ -59,7 +59,7 @@ def texts() -> NgramDrafter:
 
 def eagle3(model: Model, **how: Any) -> BeamDrafter:
     """Return a random head that drafts in four rounds, so that what lies between rounds runs twice."""
-    how = {"steps": 4, "topk": 2, "nodes": 6, **how}
+    how = {"rounds": 4, "topk": 2, "nodes": 6, **how}
     return BeamDrafter(random_head(Eagle3Head, model, taps=(1, 2), own_lm_head=True), **how)
 
 

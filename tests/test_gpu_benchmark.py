@@ -88,7 +88,7 @@ def test_every_stage_leaves_its_figures(
             assert second["accept_length"] == pytest.approx(wanted, abs=1.5 / rows**0.5)
     if stage in COMPARED:
         engine = figures.get("engine") or figures.get("engine, int8") or figures[name]["engine"]
-        assert [engine["sizes"][name] for name in ("steps", "topk", "nodes")] == list(TINY.eagle3)
+        assert [engine["sizes"][name] for name in ("rounds", "topk", "nodes")] == list(TINY.eagle3)
     else:
         assert stage in OTHERS
     if stage == "step":

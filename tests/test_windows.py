@@ -137,7 +137,8 @@ def test_windows_need_no_further_graph_and_tokens_stay_the_same(
     """Graphs are counted, and run as they were traced; Inductor's code is the matter of the test below."""
     trace_only(monkeypatch, tmp_path)
     scheduler, made = compiled(torch.float32, drafts=True)
-    assert (len(shapes(scheduler.engine)), made) == (12, 15), "as without windows"
+    # Three graphs have two names, since the draft model is one like the target.
+    assert (len(shapes(scheduler.engine)), made) == (18, 15), "as without windows"
     requests = mixed_requests(4, max_new_tokens=24)
     run(scheduler, requests)
     assert graphs_made() == made

@@ -89,7 +89,7 @@ def _yarn_ramp(dim: int, theta: float, scaling: Mapping[str, Any]) -> Tensor:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
     last += 0.001 if first == last else 0
-    return 1 - ((torch.arange(dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    return 1 - ((torch.arange(dim // 2, dtype=torch.float32, device="cpu") - first) / (last - first)).clamp(0, 1)
 
 
 def rope_factor(config: ModelConfig) -> float:

@@ -110,10 +110,10 @@ def grown(
     logits: Callable[[tuple[int, ...]], torch.Tensor], shape: tuple[int, int, int], ids: torch.Tensor | None = None
 ) -> set[tuple[int, ...]]:
     """Return the paths of the tree that these logits grow; ids: the token that each of them is of, if not its place."""
-    steps, topk, nodes = shape
+    rounds, topk, nodes = shape
     found: dict[tuple[int, ...], float] = {}
     frontier: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
-    for _ in range(steps):
+    for _ in range(rounds):
         children = []
         for path, score in frontier:
             values, tokens = logits(path).log_softmax(-1).topk(topk)
@@ -439,12 +439,12 @@ def test_noise_of_draft_ids_instead_of_target_ids_is_noticed(monkeypatch) -> Non
 # ---- golden vectors ----------------------------------------------------------------------------------------------
 
 
-def grow(root: torch.Tensor, logits: Callable[[], torch.Tensor], steps: int, topk: int) -> Candidates:
+def grow(root: torch.Tensor, logits: Callable[[], torch.Tensor], rounds: int, topk: int) -> Candidates:
     """Grow a tree from the logits at the root, and those of every further frontier in turn."""
     same = lambda ids: ids  # noqa: E731
-    found, frontier = sprout(root, torch.zeros(len(root), 4), topk, (steps - 1) * topk, same)
+    found, frontier = sprout(root, torch.zeros(len(root), 4), topk, (rounds - 1) * topk, same)
     candidates = [found]
-    for number in range(1, steps):
+    for number in range(1, rounds):
         found, frontier = branch(torch.tensor(number), frontier, logits(), frontier.states, same)
         candidates.append(found)
     return Candidates(*(torch.cat(parts, dim=1) for parts in zip(*candidates, strict=True)))
@@ -480,7 +480,7 @@ def test_a_child_without_probability_never_stands_without_its_parent(round_: int
         return logits
 
     now = iter(range(1, rounds))
-    candidates = grow(draw(0, 1)[:, 0], lambda: draw(next(now), 3), steps=rounds, topk=3)
+    candidates = grow(draw(0, 1)[:, 0], lambda: draw(next(now), 3), rounds=rounds, topk=3)
     for nodes in range(2, candidate_count(rounds, 3) + 2):
         tree = rerank(candidates, torch.tensor([1, 2]), nodes)
         check(tree)

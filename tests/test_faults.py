@@ -285,7 +285,7 @@ def fail_in(scheduler: Scheduler) -> list[Update]:
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
-@pytest.mark.parametrize(("owner", "name"), [("policy", "decided"), ("engine", "host_drafts"), ("sampling", "needs")])
+@pytest.mark.parametrize(("owner", "name"), [("policy", "before"), ("engine", "host_drafts"), ("sampling", "needs")])
 def test_before_anything_has_changed_a_step_costs_its_requests_alone(
     owner: str, name: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

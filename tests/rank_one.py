@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 
 from minispec.buffers import Sizes
 from minispec.cpu.gather import PagedGather
+from minispec.cpu.rowwise import PagedChains, RopeTable, keep_rows_apart
 from minispec.engine import Engine
 from minispec.experts import Experts
 from minispec.kv import KVShape, PagedKV
@@ -35,12 +36,15 @@ LOOK, FOUND, CHOSEN, REPLAYED = "look", "found", "chosen", "replayed"
 
 
 def split(config: ModelConfig, ranks: Ranks, weights: dict[str, torch.Tensor]) -> Model:
-    """Return this rank's part of a model, from its published weights."""
+    """Return this rank's part of a model, from its published weights; in bfloat16 its rows are kept apart."""
     shard = Shard(config, ranks.rank, ranks.size, ranks.group)
     dtype = next(iter(weights.values())).dtype
     model = Model.empty(shard.config, dtype, torch.device("cpu"))
     load_weights(published_tensors(model), shard.slices(weights.items()))
     shard.join(model)
+    if dtype == torch.bfloat16:
+        keep_rows_apart(model)
+        model.rope = RopeTable(model, config.context_length)
     return model
 
 
@@ -50,7 +54,8 @@ def follower(told: dict, ranks: Ranks, sizes: Sizes) -> Engine:
     shape = KVShape(model.config.layers, model.config.kv_heads, model.config.head_dim)
     kv = PagedKV(shape, **told["pages"], zeros=model.norm.weight.new_zeros)
     kv.host_looks = not told["fails"]
-    return Engine(model, kv, Elsewhere(sizes), sizes, attend_kind=PagedGather)
+    apart = model.norm.weight.dtype == torch.bfloat16
+    return Engine(model, kv, Elsewhere(sizes), sizes, attend_kind=PagedChains if apart else PagedGather)
 
 
 def perturb() -> None:

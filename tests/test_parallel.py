@@ -38,6 +38,7 @@ from exactness import (
     run,
     submit,
     tiny_config,
+    tiny_model,
     truth_of,
 )
 from rank_one import CHOSEN, FOUND, LOOK, REPLAYED, noted, split
@@ -57,6 +58,9 @@ import minispec.verify as verify_module
 from minispec.asked.grammar import Constraints
 from minispec.beam import BeamDrafter
 from minispec.config import Config
+from minispec.cpu.gather import PagedGather
+from minispec.cpu.rowwise import PagedChains
+from minispec.cpu.template import reason_against
 from minispec.cuda.graphs import capture
 from minispec.drafter import Plain
 from minispec.eagle import Eagle3Head
@@ -349,6 +353,26 @@ MUTATIONS = {
     sum_dropped: {}, keys_of_other_heads: {}, bias_added_by_each: {}, another_verdict: {}, router_cut: MIXTURE,
     experts_swapped: MIXTURE,
 }  # fmt: skip
+
+
+@pytest.mark.skipif(reason_against(torch.bfloat16) is not None, reason="no template for products in bfloat16")
+def test_on_two_ranks_a_row_in_bfloat16_is_what_it_is_alone(pair: Pair) -> None:
+    # What `Build.engine_of` puts together for --enable-deterministic-inference. Each rank has one KV head, and its
+    # inputs are multiples of 32, as the template wants them.
+    with torch.inference_mode():
+        model = tiny_model(hidden_size=64, heads=8, kv_heads=2, intermediate_size=128).to(torch.bfloat16)
+        truth = truth_of(model)
+
+    def numbers(drafter: object, at_once: int, apart: bool = True) -> list[tuple[list[int], list[float]]]:
+        requests = mixed_requests(5, max_new_tokens=20, logprobs=Logprobs(top=2))
+        scheduler = pair.build(model, drafter, running=at_once, radix=False, kind=PagedChains if apart else PagedGather)
+        for first in range(0, 5, at_once):
+            run(scheduler, requests[first : first + at_once])
+        return [(r.output_ids, [s.logprob for s in r.output_scores]) for r in requests]
+
+    alone = numbers(Plain(), 1)
+    assert numbers(Oracle(truth, nodes=8), 5) == alone and numbers(Plain(), 4) == alone
+    assert numbers(Oracle(truth, nodes=8), 5, apart=False) != alone, "rank 0's attention keeps no rows apart"
 
 
 @pytest.mark.slow

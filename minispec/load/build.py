@@ -141,8 +141,9 @@ class Build:
         """Return why a text cannot depend on its own request alone here; None: it can."""
         if self.device.type == "cuda":
             return "on CUDA no kernel is fixed to one order of its sums yet; --device cpu has it"
-        if self.config.tp_size > 1:
-            return f"it was not seen to hold with --tp-size {self.config.tp_size}; --dp-size has it"
+        if self.config.tp_size > 2:  # of two numbers the sum is the same in either order
+            return (f"the order in which {self.config.tp_size} ranks add up (--tp-size) moves with the number of rows; "
+                    "two ranks have one order, and --dp-size changes nothing")
         if self.config.thresholds is not None:
             return "with --speculative-accept-threshold-single or -acc below 1 sampled texts depend on drafts"
         if not self.rowwise:
@@ -464,6 +465,7 @@ def follow(config: Config, ranks: Ranks) -> None:
     """Run a rank other than 0: load its part of the model, and do what rank 0 calls until rank 0 ends."""
     build = Follow(config, logger.info)
     build.join(ranks)
+    round_as_eager(build.rowwise)
     if build.device.type == "cpu":
         spin_alone()
     build.compiled = _can_compile(config, build.device)

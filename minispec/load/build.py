@@ -142,8 +142,10 @@ class Build:
         if self.device.type == "cuda":
             return "on CUDA no kernel is fixed to one order of its sums yet; --device cpu has it"
         if self.config.tp_size > 2:  # of two numbers the sum is the same in either order
-            return (f"the order in which {self.config.tp_size} ranks add up (--tp-size) moves with the number of rows; "
-                    "two ranks have one order, and --dp-size changes nothing")
+            return (
+                f"the order in which {self.config.tp_size} ranks add up (--tp-size) moves with the number of rows; "
+                "two ranks have one order, and --dp-size changes nothing"
+            )
         if self.config.thresholds is not None:
             return "with --speculative-accept-threshold-single or -acc below 1 sampled texts depend on drafts"
         if not self.rowwise:

@@ -154,13 +154,14 @@ def assert_every_graph_has_its_name(engine: Engine, made: Made) -> None:
     assert ("Engine._after_blocks" in made.of_any_batch) == (engine.sizes.max_running > 1)
 
 
+OF_ONE = ("eagle3-uncoupled", "dspark")  # whose batches are as those of others
 WARMED_UP_BELOW = ("none", "eagle3", "lookups", "standalone")  # their names are compared where the graphs are used, too
 
 
 @pytest.mark.parametrize("name", slow_unless(
     [name for name in DRAFTERS if name not in WARMED_UP_BELOW], lambda name: name == "ngram"))  # fmt: skip
 def test_the_names_are_those_of_all_graphs_that_torch_compile_makes(name: str, made: Made) -> None:
-    engine, told = compiled_as_on_cuda(name, 1 if name == "eagle3-uncoupled" else 2).engine, []
+    engine, told = compiled_as_on_cuda(name, 1 if name in OF_ONE else 2).engine, []
     names = shapes(engine)
     warm_up(engine, told.append)
     assert_every_graph_has_its_name(engine, made)

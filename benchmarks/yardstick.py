@@ -132,6 +132,7 @@ class Probe:
         self.llm = LLM(decode_log_interval=10**9, device="cpu", max_running_requests=8, batches=[1, 8], **options)
         # What the host does for drafts has limits of seconds, with which drafts would differ from run to run.
         ngram.NgramDrafter.seconds = property(lambda drafter: None, lambda drafter, value: None)  # type: ignore
+        ngram.SHARE = 1e9
         grammar.time = SimpleNamespace(perf_counter=lambda: 0.0)  # type: ignore
 
     def force(self, how: str) -> None:

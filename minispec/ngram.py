@@ -7,33 +7,41 @@ The one idea, in `Trie.extend`: the trie has a path for each suffix of up to `br
 keeps the node at the end of each such path. These nodes are called the text's open paths, one for each suffix length. A
 new token moves each open path one child down. This inserts every new stretch exactly once, so the count of a node is
 the number of times its path occurred. The nodes reached are also the matches of all suffix lengths, found without a
-search from the root. To index a text is to do this for each of its tokens.
+search from the root.
 
 Python objects would cost too much memory, so a node is one index into a few integer arrays that grow with the nodes.
 Linear hashing (Litwin, 1980) finds the child for a token. It splits one bucket per new node, so no step rehashes the
 whole table. Drafting several branches at once from a trie comes from Lookahead (Zhao et al., arXiv 2312.12728). The
 rules by which branches are chosen are those of SGLang's NGRAM.
 
-Read next: `drafter.py` for the protocol, `verify.py` for how a draft is verified.
+A token takes 60 microseconds to index. So lookups may be limited to a share of the time, beside a head and on a CPU.
+Then a dictionary (`Echo`; Saxena, prompt-lookup-decoding, 2023) looks each request's own text up, within a microsecond
+and without delay. It looks up texts that are not for the trie too: those of private requests, and predicted outputs.
+
+Read next: `drafter.py` for the protocol, `lookup.py` for lookups beside a head.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from minispec.corpora import DEPTH, Corpora
-from minispec.drafter import Draft, HostDrafter
+from minispec.drafter import NOTHING, Draft, HostDrafter
 from minispec.request import Hints
 
-INDEX_PER_STEP = 256  # how many prompt tokens are indexed between two drafts; this takes Python about 15 ms
+INDEX_PER_STEP = 256  # how many tokens of the line are indexed between two drafts; this takes Python about 15 ms
 KEPT_AFTER_RELEASE = 65_536  # how many tokens of ended requests may still wait to be indexed
 CROWDED = 64  # for a node with more children than this the likeliest ones are cached, since a search would be slow
+
+SHARE = 0.01  # the share of the time between two drafts that limited lookups may take, indexing included
+LONGEST_STEP = 0.1  # seconds; if two drafts are further apart, the rest was idle time, which earns no share
+KEYS = (3, 2)  # how many of the last tokens an `Echo` must match: first three are tried, then two
 
 ROOT = 0  # the empty path. No child, leaf or bucket entry is ever the root, so 0 also means "no node" in every link
 MOST = 2**31 - 1  # the largest capacity
@@ -63,13 +71,6 @@ class NgramOptions:
                 f"--speculative-ngram-capacity must be in [{low}, {MOST}] "
                 f"(--speculative-ngram-branch-length is {self.branch_length}), got {self.capacity}"
             )
-
-
-class Match(NamedTuple):
-    """A suffix of a text that the trie holds."""
-
-    length: int
-    node: int
 
 
 class Trie:
@@ -134,12 +135,9 @@ class Trie:
         Returns the child, or 0 if the trie is full. The parent is the root or pinned, so it cannot be evicted for the
         new node.
         """
-        bucket = self._home(parent, token)
-        child = self._bucket[bucket]
-        while child and (self._token[child] != token or self._parent[child] != parent):
-            child = self._chain[child]
+        child = self.find(parent, token)
         if not child:
-            child = self._create(parent, token, bucket)
+            child = self._create(parent, token)
             if not child:
                 return 0
             count = True
@@ -153,7 +151,7 @@ class Trie:
                 self._rerank(parent, child)
         return child
 
-    def _create(self, parent: int, token: int, bucket: int) -> int:
+    def _create(self, parent: int, token: int) -> int:
         """Return a new node, hashed but not yet among its siblings; 0 if the trie is full and every leaf is pinned."""
         node = len(self._token)
         if node < self.options.capacity:
@@ -162,6 +160,7 @@ class Trie:
         elif not (node := self._evict()):
             return 0
         self._token[node], self._parent[node], self._count[node] = token, parent, 0
+        bucket = self._home(parent, token)
         self._chain[node], self._bucket[bucket] = self._bucket[bucket], node
         if len(self._bucket) < len(self._token):
             self._split()
@@ -278,16 +277,16 @@ class Trie:
         """Return the tree that follows a text with these open paths and `root` as its last token."""
         longest = min(len(path), self.options.max_match)
         lengths = range(longest, self.options.min_match - 1, -1)
-        matches = [Match(w, path[w - 1]) for w in lengths if path[w - 1] and self._first[path[w - 1]]]
+        matches = [length for length in lengths if path[length - 1] and self._first[path[length - 1]]]
         tree = _Growth(root, self.options.nodes)
         grow = self._by_recency if self.options.match_type == "BFS" else self._by_probability
-        for match in matches:  # the longest first, since it is the most specific
+        for length in matches:  # the longest first, since it is the most specific
             if tree.full:
                 break
-            grow(tree, match)
-        return Draft(tree.tokens, tree.parents, matches[0].length if matches else 0, "lookup")
+            grow(tree, path[length - 1], length)
+        return Draft(tree.tokens, tree.parents, matches[0] if matches else 0, "lookup")
 
-    def _by_recency(self, tree: _Growth, match: Match) -> None:
+    def _by_recency(self, tree: _Growth, match: int, length: int) -> None:
         """Add continuations level by level, newest first; the breadth falls by `scale` per level, down to 1.
 
         The breadth is the number of children that are taken from a node. A longer match starts with a smaller breadth,
@@ -295,7 +294,7 @@ class Trie:
         """
         o = self.options
         scale = (o.max_breadth - o.min_breadth) / (o.max_match - o.min_match + 1)
-        queue = deque([(0, match.node, (o.max_match - match.length) * scale + o.min_breadth)])
+        queue = deque([(0, match, (o.max_match - length) * scale + o.min_breadth)])
         while queue and not tree.full:
             parent, node, breadth = queue.popleft()
             child, room = self._first[node], max(1, int(breadth))
@@ -303,7 +302,7 @@ class Trie:
                 queue.append((tree.add(parent, self._token[child]), child, breadth - scale))
                 child, room = self._next[child], room - 1
 
-    def _by_probability(self, tree: _Growth, match: Match) -> None:
+    def _by_probability(self, tree: _Growth, match: int, length: int) -> None:
         """Add continuations by their estimated probability, highest first; ties by depth, then token id.
 
         A child's share is its count over the counts of its parent's `max_breadth` likeliest children. The probability
@@ -318,7 +317,7 @@ class Trie:
             for child in best:
                 heapq.heappush(heap, (-probability * count[child] / total, depth, token[child], parent, child))
 
-        open_node(0, match.node, 1, 1.0)
+        open_node(0, match, 1, 1.0)
         while heap and not tree.full:
             negative, depth, of, parent, node = heapq.heappop(heap)
             open_node(tree.add(parent, of), node, depth + 1, -negative)
@@ -327,7 +326,10 @@ class Trie:
         """Return the `max_breadth` most frequent children, ties by token id; all if there are fewer."""
         if parent in self._likeliest:
             return self._likeliest[parent]
-        children = list(self._children(parent))
+        children, child = [], self._first[parent]
+        while child:
+            children.append(child)
+            child = self._next[child]
         best = heapq.nsmallest(self.options.max_breadth, children, key=self._rank)
         if len(children) > max(CROWDED, len(best)):
             self._likeliest[parent] = best
@@ -344,12 +346,6 @@ class Trie:
 
     def _rank(self, node: int) -> tuple[int, int]:
         return -self._count[node], self._token[node]
-
-    def _children(self, parent: int) -> Iterator[int]:
-        child = self._first[parent]
-        while child:
-            yield child
-            child = self._next[child]
 
 
 class _Growth:
@@ -372,11 +368,50 @@ class _Growth:
         return node
 
 
+class Echo:
+    """One text, and for each two or three successive tokens of it the index after their last occurrence."""
+
+    def __init__(self) -> None:
+        self.text: list[int] = []
+        self._behind: dict[tuple[int, ...], int] = {}
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens. The text's last tokens are not indexed yet, since nothing follows them."""
+        known = len(self.text)
+        self.text += tokens
+        for key in KEYS:
+            for at in range(max(known, key), len(self.text)):
+                self._behind[tuple(self.text[at - key : at])] = at
+
+    def draft(self, after: Sequence[int], nodes: int, longest: int, shortest: int = 1) -> Draft:
+        """Return the chain that followed the last tokens of `after`, at most `nodes` nodes; a root alone if none match.
+
+        longest, shortest: lengths of a match; a longer match counts as `longest`, a shorter one as none. If `after` is
+        this text and the chain reaches the text's end, the chain is repeated, since the text looks periodic.
+        """
+        places = ((self._behind.get(tuple(after[-key:])), key) for key in KEYS)
+        at, match = next(((at, key) for at, key in places if at is not None), (0, 0))
+        if not at or nodes < 2:
+            return NOTHING
+        most = min(longest, at, len(after))
+        while match < most and self.text[at - match - 1] == after[-match - 1]:
+            match += 1
+        if match < shortest:
+            return NOTHING
+        tokens = self.text[at : at + nodes - 1]
+        if after is self.text:
+            period = len(tokens)
+            tokens = [tokens[i % period] for i in range(nodes - 1)]
+        return Draft([after[-1], *tokens], list(range(-1, len(tokens))), match, "lookup")
+
+
 @dataclass(eq=False)
 class _Text:
-    """A request's text as the drafter sees it, or the request's predicted output."""
+    """A request's text as the drafter sees it."""
 
-    trie: Trie  # the trie in which the text is indexed; a private or predicted text has one of its own
+    own: Echo | None  # the text, if it is looked up by itself too
+    expected: Echo | None = None  # the request's predicted output
+    private: bool = False  # whether the text never enters the trie, and drafts nothing from there
     newest: list[int] = field(default_factory=list)  # the last tokens, which are looked up
     path: list[int] = field(default_factory=list)  # the open paths of the part that is indexed
     waiting: deque[int] = field(default_factory=deque)  # the tokens that are not indexed yet
@@ -384,67 +419,75 @@ class _Text:
     fresh: bool = False  # whether the newest tokens are new, and not repeated after a retraction
     drafted: bool = False  # whether a draft was asked for; tokens committed after that are output
     released: bool = False  # whether the request has left its slot
-    expected: _Text | None = None  # the request's predicted output, which has its own trie
 
 
 class NgramDrafter(HostDrafter):
     """The drafter over one shared trie; per slot it keeps the newest tokens, open paths and tokens to be indexed.
 
-    Without a time limit (`seconds`), output is indexed as it is committed, and prompts wait in line: a step indexes at
-    most INDEX_PER_STEP of their tokens, first come first served. With a time limit all tokens wait in line until there
-    is time. Until the whole text of a request is indexed, the text's newest tokens are looked up from the root of the
-    trie. Tokens that an ended request left in line are still indexed, up to KEPT_AFTER_RELEASE.
+    Output is indexed as it is committed, and prompts wait in line: a step indexes at most INDEX_PER_STEP of their
+    tokens, first come first served. If lookups are `limited`, all tokens wait in line until there is time. Until the
+    whole text of a request is indexed, the text's newest tokens are looked up from the root of the trie. Tokens that an
+    ended request left in line are still indexed, up to KEPT_AFTER_RELEASE.
 
-    A predicted output (`Hints`) is indexed before all else, in its own trie, which ends with the request. If both
-    tries have a match, the tree comes from the longer match. If the two matches are equally long, the tree comes from
-    the predicted output, which was given for this text.
+    The longest match gives the tree. Of equal matches a predicted output (`Hints`) comes first, since it was given for
+    this text, then the request's own text, the trie, and external corpora.
     """
 
     name, keeps_private = "ngram", True
     corpora: Corpora
 
-    def __init__(self, options: NgramOptions) -> None:
-        self.options = options
-        self.nodes = options.nodes
+    def __init__(self, options: NgramOptions, limited: bool = False) -> None:
+        """limited: whether lookups take at most SHARE of the time, and each request's own text is looked up first."""
+        self.options, self.limited, self.nodes = options, limited, options.nodes
         self.depth = min(options.nodes - 1, options.branch_length - options.min_match)
         self.trie, self.corpora = Trie(options), Corpora()
-        self.seconds: float | None = None  # the time limit of indexing between two drafts; None: no limit of time
         self._texts: dict[int, _Text] = {}  # by slot
         self._line: deque[_Text] = deque()  # the texts that have tokens waiting
+        self._began = time.perf_counter()  # when `draft` was last called
+        self._debt = 0.0  # the seconds that limited lookups took beyond their share
 
     def draft(self, slots: Sequence[int]) -> list[Draft]:
         """Do one step's indexing, then return one tree per slot; raises KeyError for a slot without tokens."""
-        self.tick()
-        return [self._longer(slot, self._draft(self._texts[slot])) for slot in slots]
+        now = time.perf_counter()
+        credit = SHARE * min(now - self._began, LONGEST_STEP) - self._debt if self.limited else math.inf
+        self._began = now
+        self.tick(now + credit)
+        drafts = [self._draft(slot, self._texts[slot]) for slot in slots]
+        # Unused time is not saved up. A debt beyond a long step's share comes from a pause of the machine: cut it off.
+        self._debt = min(max(time.perf_counter() - now - credit, 0.0), SHARE * LONGEST_STEP)
+        return drafts
 
-    def _longer(self, slot: int, draft: Draft) -> Draft:
-        """Return the draft of the external corpora if it comes from a longer match than this one."""
-        newest = self._texts[slot].newest
-        tokens, match = self.corpora.follow(slot, newest, self.nodes - 1, DEPTH)
-        if not tokens or match <= draft.match_length:
-            return draft
-        match = min(match, self.options.max_match)  # longer ones are one class
-        return Draft([newest[-1], *tokens], list(range(-1, len(tokens))), match, "lookup", corpus=True)
+    def _draft(self, slot: int, text: _Text) -> Draft:
+        """Return the tree of the longest match."""
+        text.drafted, root, o = True, text.newest[-1], self.options
+        best = NOTHING
+        for echo, after in ((text.expected, text.newest), (text.own, text.own.text if text.own else [])):
+            if echo is not None:
+                found = echo.draft(after, o.nodes, o.max_match, o.min_match)
+                best = found if found.match > best.match else best
+        if best.match < o.max_match or not self.limited:
+            newest = text.newest[-o.max_match :]
+            found = self.trie.draft(self.trie.locate(newest) if text.waiting else text.path, root)
+            best = best if best.match and best.match >= found.match_length else found
+            tokens, match = self.corpora.follow(slot, text.newest, self.nodes - 1, DEPTH)
+            if tokens and match > best.match_length:
+                match = min(match, o.max_match)  # longer ones are one class
+                best = Draft([root, *tokens], list(range(-1, len(tokens))), match, "lookup", corpus=True)
+        return best
 
-    def _draft(self, text: _Text) -> Draft:
-        text.drafted = True
-        newest = text.newest[-self.options.max_match :]
-        path = text.trie.locate(newest) if text.waiting else text.path
-        draft = text.trie.draft(path, text.newest[-1])
-        if text.expected is None:
-            return draft
-        private = text.expected.trie
-        special = private.draft(private.locate(newest), text.newest[-1])
-        return special if special.match_length >= draft.match_length else draft
+    def _text(self, slot: int) -> _Text:
+        return self._texts.setdefault(slot, _Text(Echo() if self.limited else None))
 
     def hint(self, slot: int, hints: Hints) -> None:
         """Take in what a request says of its drafts: no other slot gets drafts from a private or a predicted text."""
-        text = self._texts.setdefault(slot, _Text(Trie(self.options) if hints.private else self.trie))
+        text = self._text(slot)
+        if hints.private:
+            text.private, text.own = True, Echo()
         if hints.private or hints.corpus is not None:
             self.corpora.limit(slot, hints.corpus)
         if hints.prediction:
-            text.expected = _Text(Trie(self.options), waiting=deque(hints.prediction))
-            self._line.appendleft(text.expected)
+            text.expected = Echo()
+            text.expected.extend(hints.prediction)
 
     def observe(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
         """Take in the next tokens of a slot's text, even those whose rows the prefix cache had.
@@ -455,36 +498,35 @@ class NgramDrafter(HostDrafter):
         """
         if not tokens:
             return
-        text = self._texts.setdefault(slot, _Text(self.trie))
+        started, text = time.perf_counter(), self._text(slot)
         if again and text.fresh:
             raise ValueError(f"slot {slot}: tokens committed again must precede all new ones")
         text.fresh = not again
         text.newest = [*text.newest, *tokens][-max(self.options.max_match, DEPTH) :]
-        if text.drafted and not text.waiting and not again and self.seconds is None:
+        if text.own is not None:
+            text.own.extend(tokens)
+        if text.drafted and not (text.waiting or again or self.limited or text.private):
             for token in tokens:
-                text.path = text.trie.extend(text.path, token)
-            return
-        if self.seconds is not None and text.trie is not self.trie:
-            return  # `Texts` looks a private text up by itself, and nobody else may
-        text.replayed += len(tokens) if again else 0
-        if not text.waiting:
-            self._line.append(text)
-        text.waiting.extend(tokens)
+                text.path = self.trie.extend(text.path, token)
+        elif not text.private:
+            text.replayed += len(tokens) if again else 0
+            if not text.waiting:
+                self._line.append(text)
+            text.waiting.extend(tokens)
+        self._debt += time.perf_counter() - started
 
-    def tick(self) -> None:
-        """Index at most INDEX_PER_STEP waiting tokens, and stop earlier if `seconds` have passed."""
-        left, until = INDEX_PER_STEP, None if self.seconds is None else time.perf_counter() + self.seconds
-        while left and self._line and (until is None or time.perf_counter() < until):
+    def tick(self, until: float = math.inf) -> None:
+        """Index at most INDEX_PER_STEP waiting tokens, and stop at the time `until`, by `perf_counter`."""
+        for _ in range(INDEX_PER_STEP):
+            if not self._line or time.perf_counter() >= until:
+                return
             text = self._line[0]
-            share = min(left, len(text.waiting)) if until is None else 1
-            for _ in range(share):
-                text.path = text.trie.extend(text.path, text.waiting.popleft(), count=not text.replayed)
-                text.replayed = max(0, text.replayed - 1)
-            left -= share
+            text.path = self.trie.extend(text.path, text.waiting.popleft(), count=not text.replayed)
+            text.replayed = max(0, text.replayed - 1)
             if not text.waiting:
                 self._line.popleft()
                 if text.released:
-                    text.trie.close(text.path)
+                    self.trie.close(text.path)
 
     def release(self, slot: int) -> None:
         """Forget a slot whose request ended or was retracted; its text stays in the trie."""
@@ -493,17 +535,15 @@ class NgramDrafter(HostDrafter):
         if text is None:
             return
         text.released = True
-        if text.expected is not None and text.expected in self._line:
-            self._line.remove(text.expected)
-        if not text.waiting:
-            text.trie.close(text.path)
-        elif text.trie is not self.trie or sum(len(t.waiting) for t in self._line if t.released) > KEPT_AFTER_RELEASE:
+        if text.waiting:
+            if sum(len(text.waiting) for text in self._line if text.released) <= KEPT_AFTER_RELEASE:
+                return
             self._line.remove(text)
-            text.trie.close(text.path)
+        self.trie.close(text.path)
 
     def clear(self) -> None:
         """Empty the trie and the line. Texts in slots stay; only the tokens that they get after this are indexed."""
         self.trie.clear()
         self._line.clear()
         for text in self._texts.values():
-            text.path, text.waiting, text.replayed, text.expected = [], deque(), 0, None
+            text.path, text.waiting, text.replayed = [], deque(), 0

@@ -8,14 +8,11 @@ is greedy decoding, so no branch is needed.
 
 Top-k (arXiv 1805.04833), top-p (arXiv 1904.09751) and min-p (arXiv 2407.01082) keep every token whose logit is at least
 a threshold, so tokens that tie at the threshold are all kept. Sorting the vocabulary to find the threshold of top-k or
-top-p would be slow. A radix selection over the bits of the fp32 values finds it exactly, with three histograms. A CPU
-first sorts the likeliest tokens, which mostly have the threshold among them. Both ways sum integers, so the order of
-summation does not matter.
+top-p would be slow: `_radix` finds it from three histograms, and a CPU first looks among the likeliest tokens.
 
-Everything on the device has a static shape and waits for no decision of the host. `Wishes` are the inputs of a batch's
-picks, and `Needs` the names of those inputs that some request of the batch uses. `Needs` and shape decide which
-operations of a step run, so CUDA graphs are captured for each shape and a few `Needs`. B is the number of requests, V
-the size of the vocabulary, R the number of slots.
+`Wishes` are the inputs of a batch's picks, and `Needs` the names of those inputs that some request of the batch uses.
+`Needs` and shape decide which operations of a step run, so CUDA graphs are captured for each shape and a few `Needs`. B
+is the number of requests, V the size of the vocabulary, R the number of slots.
 
 Read next: `verify.py` for the walk that calls `pick`, `request.py` for the parameters.
 """

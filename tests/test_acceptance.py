@@ -100,7 +100,7 @@ def assert_all_agree(scheduler: Scheduler, one: Request, given: list[int], lines
 def test_all_who_tell_of_acceptance_agree_wherever_a_text_ends(
     name: str, stop: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("minispec.lookup.SHARE", 1e9)  # so that what is looked up depends on no clock
+    monkeypatch.setattr("minispec.ngram.SHARE", 1e9)  # so that what is looked up depends on no clock
     scheduler = DRAFTERS[name].build(running=1)
     if name == "beside":
         adversary(scheduler)

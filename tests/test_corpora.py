@@ -15,7 +15,6 @@ from test_llm import CONFIG, DUMMY
 from minispec import LLM, SamplingParams
 from minispec.config import Config
 from minispec.corpora import DEPTH, END, SHORTEST, Corpora, Corpus, sort_places
-from minispec.lookup import Texts
 from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.request import Hints, Request, RequestError
 
@@ -76,9 +75,9 @@ def test_a_corpus_keeps_its_text_until_another_one_has_a_clearly_longer_match() 
     assert table.follow(0, [53, 54, 55, 19, 20, 21], 1, 12) == ([90], 6), "six elsewhere"
 
 
-@pytest.mark.parametrize("made", [NgramDrafter, lambda options: Texts(NgramDrafter(options))])
-def test_a_private_request_drafts_from_its_own_text_and_the_corpus_that_it_names(made: Any) -> None:
-    drafter = made(NgramOptions(nodes=4))
+@pytest.mark.parametrize("limited", [False, True])
+def test_a_private_request_drafts_from_its_own_text_and_the_corpus_that_it_names(limited: bool) -> None:
+    drafter = NgramDrafter(NgramOptions(nodes=4), limited)
     drafter.corpora.put("c", corpus(list(range(28, 36))))
     drafter.observe(1, [1, 2, 3, 4, 5])
     drafter.hint(2, Hints(private=True))
@@ -87,8 +86,7 @@ def test_a_private_request_drafts_from_its_own_text_and_the_corpus_that_it_names
     drafter.observe(3, [9, *range(28, 34)])
 
     def drafted() -> list[list[int]]:
-        if isinstance(drafter, Texts):  # or there is no time to look at what others wrote
-            drafter._began, drafter._debt = 0.0, -1e9
+        drafter._debt = -1e9  # or there is no time to look at what others wrote
         return [draft.tokens[1:] for draft in drafter.draft([1, 2, 3])]
 
     assert drafted()[1:] == [[14, 11, 12], [34, 35]], "its own text, and the corpus it names"

@@ -52,9 +52,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without")
 NODES = 8
 
 
-def texts() -> NgramDrafter:
+def texts(limited: bool = False) -> NgramDrafter:
     """Return a drafter over texts."""
-    return NgramDrafter(NgramOptions(nodes=NODES))
+    return NgramDrafter(NgramOptions(nodes=NODES), limited)
 
 
 def eagle3(model: Model, **how: Any) -> BeamDrafter:
@@ -68,7 +68,8 @@ DRAFTERS: dict[str, Callable[[Model], Drafter | HostDrafter]] = {
     "ngram": lambda model: texts(),
     "eagle3": eagle3,
     "eagle3-uncoupled": lambda model: eagle3(model, coupled=False),
-    "lookups": lambda model: Lookups(eagle3(model, smaller=(1, 3)), texts(), VOCAB),  # of two sizes, as those that ship
+    # of two sizes, as those that ship
+    "lookups": lambda model: Lookups(eagle3(model, smaller=(1, 3)), texts(limited=True), VOCAB),
     "dflash": lambda model: DFlashDrafter(copy.deepcopy(trained_dflash()), block=4, topk=2, nodes=6, smaller=3),
     "dspark": lambda model: DSparkDrafter(
         copy.deepcopy(trained_dspark()), block=4, topk=2, nodes=6, smaller=3, threshold=0.3

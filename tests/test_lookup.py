@@ -27,8 +27,8 @@ from minispec.engine import Engine
 from minispec.late import KEPT_ROWS, Late
 from minispec.load.drafters import _texts, make_drafter
 from minispec.load.tree_shape import lookup_nodes
-from minispec.lookup import SHARE, Echo, Lookups, Texts
-from minispec.ngram import NgramDrafter, NgramOptions
+from minispec.lookup import Lookups
+from minispec.ngram import SHARE, Echo, NgramDrafter, NgramOptions
 from minispec.policy import Kind, Planned, Policy
 from minispec.request import Hints, Request
 from minispec.scheduler import Scheduler
@@ -39,7 +39,7 @@ N = 10
 
 
 def texts(nodes: int = N) -> NgramDrafter:
-    return NgramDrafter(NgramOptions(nodes=nodes))
+    return NgramDrafter(NgramOptions(nodes=nodes), limited=True)
 
 
 def beside(head: BeamDrafter) -> Lookups:
@@ -345,7 +345,7 @@ def test_an_echo_is_what_followed_the_last_occurrence() -> None:
 
 
 def test_the_longest_match_drafts_and_what_is_expected_counts() -> None:
-    both = Texts(NgramDrafter(NgramOptions(nodes=4)))
+    both = texts(4)
     both.observe(1, [1, 2, 3, 4, 5, 6, 1, 2, 3])
     both.observe(2, [9, 9, 2, 3, 7])
     assert both.draft([1, 2])[0] == Draft([3, 4, 5, 6], [-1, 0, 1, 2], 3)
@@ -361,9 +361,9 @@ def test_ngram_keeps_to_its_share_of_the_time_unless_its_trees_are_given() -> No
     def made(**flags: object) -> HostTrees:
         return make_drafter(Config(speculative_algorithm="NGRAM", **flags), tiny_model(), Path("m"), None)
 
-    assert isinstance(made().inner, Texts)
-    assert isinstance(made(speculative_num_draft_tokens=8).inner, NgramDrafter)
-    assert isinstance(made(speculative_adaptive=False).inner, NgramDrafter)
+    assert made().inner.limited
+    assert not made(speculative_num_draft_tokens=8).inner.limited
+    assert not made(speculative_adaptive=False).inner.limited
     sizes = Sizes.resolve(made(), context_length=64, max_running=8, chunk_size=128, both_up_to=2)
     one, both = (PLAIN, Shape(4, True)), (PLAIN, Shape(4, True), Shape(12, True))
     assert [sizes.shapes_of(batch) for batch in (1, 2, 4, 8)] == [both, both, one, one]
@@ -388,7 +388,7 @@ def test_what_a_lookup_would_have_given_is_known_when_the_text_has_gone_on() -> 
 def test_indexing_stays_within_its_share_and_the_rest_waits(monkeypatch) -> None:
     clock = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock.__setitem__(0, clock[0] + 1e-5) or clock[0])
-    both = Texts(texts())
+    both = texts()
     both.observe(1, list(range(50)) * 100)
     for _ in range(100):
         both.observe(1, [7])
@@ -396,7 +396,7 @@ def test_indexing_stays_within_its_share_and_the_rest_waits(monkeypatch) -> None
         both.draft([1])
         assert clock[0] - before < SHARE * 0.02 + 1e-4
         clock[0] += 0.02
-    assert 2000 < len(both.shared._texts[1].waiting) < 4500, "some was indexed, and not all at once"
+    assert 2000 < len(both._texts[1].waiting) < 4500, "some was indexed, and not all at once"
 
 
 def test_the_policy_takes_the_better_bet_and_spares_the_head_where_all_are_lookups() -> None:
@@ -435,10 +435,10 @@ def test_texts_are_looked_up_where_that_is_asked_for_beside_what_drafts_on_the_d
 def test_min_match_bounds_what_a_request_s_own_text_gives(least: int, found: int) -> None:
     config = Config(speculative_algorithm="NGRAM", speculative_ngram_min_match_window_size=least, device="cpu")
     drafter = _texts(config, tiny_model())
-    assert isinstance(drafter, Texts)
+    assert drafter.limited
     drafter.observe(1, [1, 2, 3, 4, 9, 2, 3])
-    assert drafter._echo(1).match == found
+    assert drafter.draft([1])[0].match == found
     drafter.hint(1, Hints([7, 2, 3, 8]))
-    assert drafter._echo(1).match == found, "what is expected is bounded too"
+    assert drafter.draft([1])[0].match == found, "what is expected is bounded too"
     drafter.observe(2, [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5])
-    assert drafter._echo(2).match == 5 >= least
+    assert drafter.draft([2])[0].match == 5 >= least

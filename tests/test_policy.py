@@ -26,7 +26,6 @@ from minispec.eagle import Eagle3Head
 from minispec.engine import Engine
 from minispec.late import KEPT_ROWS, Late
 from minispec.load.tree_shape import allows, beam_shape
-from minispec.lookup import Texts
 from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.policy import Kind, Policy, Times
 from minispec.request import Request, SamplingParams
@@ -215,7 +214,7 @@ with torch.inference_mode():
     HEAD = random_head(Eagle3Head, MODEL, taps=(1, 2), token_map=HALF)
 
 DRAFTERS: dict[str, tuple[Callable[[], Drafter | HostDrafter], dict[str, object]]] = {
-    "ngram": (lambda: Texts(NgramDrafter(NgramOptions(nodes=8))), {"smaller": 4}),
+    "ngram": (lambda: NgramDrafter(NgramOptions(nodes=8), limited=True), {"smaller": 4}),
     "oracle": (lambda: Oracle(truth_of(MODEL)), {"smaller": 4}),
     "eagle3": (eagle3, {}),
     "standalone": (lambda: StandaloneDrafter(DraftModel(MODEL, VOCAB), rounds=3, topk=3, nodes=8, smaller=(1, 3)), {}),

@@ -23,7 +23,7 @@ from test_memory import OPTIONS, folder_of
 import bench
 import minispec
 from benchmarks.yardstick_lines import size_of_files
-from minispec import LLM, late, lookup, policy
+from minispec import LLM, late, ngram, policy
 from minispec.attention import most_nodes, prefill_block
 from minispec.config import Config
 from minispec.cpu import products, spinning
@@ -250,7 +250,7 @@ def test_pages_have_the_numbers_of_the_code() -> None:
     assert number("architecture", r"(\d+) rows a slot at most") == late.KEPT_ROWS
     assert number("architecture", r"must gain (\d+) %") == round(100 * (policy.GAIN - 1), 6)
     assert number("architecture", r"(\d+) ten-thousandths of the way back") == 10_000 * policy.FORGET
-    assert number("architecture", r"Lookups take about a (\w+) of the time") == lookup.SHARE
+    assert number("architecture", r"Lookups take about a (\w+) of the time") == ngram.SHARE
     assert number("serving", r"From (\w+) a core on its threads sleep") == spinning.BUSY
     assert number("serving", r"after (\w+) quiet seconds they spin") == spinning.CALM * spinning.LOOK
     assert number("serving", r"the server looks (\w+) times a second") == 1 / spinning.LOOK

@@ -170,7 +170,7 @@ def itself(model: Model) -> StandaloneDrafter:
 DRAFTERS: dict[str, Callable[[Model], Drafter | HostDrafter]] = {
     "ngram": lambda model: NgramDrafter(NgramOptions(nodes=8)),
     "eagle": heads(EagleHead), "eagle3": heads(Eagle3Head, taps=(1, 2)), "mtp": heads(MtpHead), "standalone": itself,
-    "lookups": lambda model: Lookups(itself(model), NgramDrafter(NgramOptions(nodes=10)), VOCAB),
+    "lookups": lambda model: Lookups(itself(model), NgramDrafter(NgramOptions(nodes=10), limited=True), VOCAB),
     "dflash": lambda model: DFlashDrafter(block_of(DFlashHead, DFlashConfig)(model), block=6, nodes=8, topk=2),
     "dspark": lambda model: DSparkDrafter(block_of(DSparkHead, DSparkConfig, rank=16)(model), block=6, nodes=8, topk=2),
 }  # fmt: skip

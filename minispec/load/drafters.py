@@ -33,7 +33,7 @@ from minispec.load.token_map import read_token_map
 from minispec.load.tokenizer import Tokenizer
 from minispec.load.tree_shape import beam_shape, block_shape, lookup_nodes, smaller_nodes, tree_shape
 from minispec.load.weights import read_tensors, resolve_file, resolve_model
-from minispec.lookup import Lookups, Texts
+from minispec.lookup import Lookups
 from minispec.model import Model
 from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.standalone import StandaloneDrafter
@@ -82,7 +82,7 @@ def make_drafter(config: Config, model: Model, folder: Path, tokenizer: Tokenize
     on_cpu, vocab_size = _on_cpu(config, model), model.config.vocab_size
     if isinstance(drafter, Drafter) and config.has_lookups(on_cpu):
         own, shape = drafter.nodes, tree_shape(config, model.config.architecture, on_cpu)
-        drafter = Lookups(drafter, _ngram(config, lookup_nodes(config, own)), vocab_size)
+        drafter = Lookups(drafter, _ngram(config, lookup_nodes(config, own), limited=True), vocab_size)
         drafter.own_nodes = own if isinstance(drafter.head, DFlashDrafter) else shape[2]
     _check_size(config, drafter, model)
     return as_drafter(drafter, vocab_size, smaller_nodes(config, drafter.nodes, on_cpu))
@@ -194,18 +194,17 @@ def _standalone(config: Config, model: Model, folder: Path, tokenizer: Tokenizer
     return StandaloneDrafter(draft, **shape)
 
 
-def _ngram(config: Config, nodes: int) -> NgramDrafter:
-    """Build the drafter over texts, with trees of at most `nodes` nodes."""
+def _ngram(config: Config, nodes: int, limited: bool) -> NgramDrafter:
+    """Build the drafter over texts, with trees of at most `nodes` nodes; limited: to a share of the time."""
     shortest, longest, branch, capacity, least, most = config.ngram.values()
-    return NgramDrafter(
-        NgramOptions(shortest, longest, least, most, config.speculative_ngram_match_type, branch, capacity, nodes)
-    )
+    match_type = config.speculative_ngram_match_type
+    options = NgramOptions(shortest, longest, least, most, match_type, branch, capacity, nodes)
+    return NgramDrafter(options, limited)
 
 
 def _texts(config: Config, model: Model, *_: object) -> HostDrafter:
     """Build a drafter that only looks texts up; on a CPU within a share of the time, unless flags fix the trees."""
-    drafter = _ngram(config, config.draft_tokens)
-    return Texts(drafter) if config.several_sizes and _on_cpu(config, model) else drafter
+    return _ngram(config, config.draft_tokens, limited=config.several_sizes and _on_cpu(config, model))
 
 
 def _draft_folder(config: Config, needed: str) -> Path:

@@ -345,11 +345,6 @@ class Request:
         return self.params.grammar is not None
 
     @property
-    def wants_prompt_scores(self) -> bool:
-        """Whether scores of its prompt are still missing."""
-        return bool(self.unscored)
-
-    @property
     def cacheable(self) -> int:
         """How many rows of its text may come from a prefix cache.
 
@@ -358,10 +353,6 @@ class Request:
         """
         rows, unscored = len(self.prompt_ids) + len(self.output_ids) - 1, self.unscored
         return min(rows, unscored.start) if unscored else rows
-
-    def take_over(self, leader: Request) -> None:
-        """Copy the scores of the prompt from another request with the same prompt."""
-        self.prompt_scores += leader.prompt_scores[len(self.prompt_scores) :]
 
     @property
     def unscored(self) -> range:

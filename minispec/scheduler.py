@@ -112,9 +112,6 @@ class Scheduler:
         self.metrics = Metrics(self.sizes.nodes, options.decode_log_interval, engine.device.type == "cuda",
                                recorded={} if options.record_times else None)  # fmt: skip
         self.waiting: deque[Request] = deque()
-        # If a client wants several answers (choices) to one prompt, the first choice, the leader, computes the prompt.
-        # The other choices wait here, by leader.
-        self.parked: dict[Request, list[Request]] = {}
         self.outputs: dict[Request, Output] = {}  # of every request that has not ended
         self.greedy = options.greedy
         self._seeds = random.Random(options.random_seed)
@@ -155,20 +152,15 @@ class Scheduler:
         self.engine.asked.prepare(request)
 
     def submit(self, request: Request) -> None:
-        """Queue a validated request, or park it (`parked`); draws its seed if it has none."""
+        """Queue a validated request; draws its seed if it has none."""
         if self.greedy:
             request.params = replace(request.params, temperature=0.0)
         seed = request.params.sampling_seed
         request.seed = self._seeds.getrandbits(62) if seed is None else seed
         self.metrics.arrived(idle=not self.has_work)
         self.outputs[request] = Output(request, self.tokenizer, self.eos_ids)
-        leader = request.leader
-        # Whether it can use what its leader computes: a full page, or the log-probabilities of the prompt's tokens.
-        shares = request.wants_prompt_scores or (self.cache.enabled and len(request.prompt_ids) > self.kv.page_size)
-        if request.max_new_tokens == 0 and not request.wants_prompt_scores:
+        if request.max_new_tokens == 0 and not request.unscored:
             self._close(request, Finish("length"))
-        elif leader in self.outputs and not leader.prompt_done and shares:
-            self.parked.setdefault(leader, []).append(request)
         else:
             self.waiting.append(request)
 
@@ -197,12 +189,14 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Give slots and pages to waiting requests, in order, as long as there are slots and pages."""
-        while self.waiting and self.free_slots:
-            request, available, entered = self.waiting[0], self.seats.available, self.cache.insertions
+        while self.free_slots and (request := next((r for r in self.waiting if not self._follows(r)), None)):
+            available, entered = self.seats.available, self.cache.insertions
             others = len(self.running) + len(self.prefilling)  # if there are none, nobody will free pages: try anyway
             refused, available_then, entered_then = self._refused
             if others and request is refused and available <= available_then and entered == entered_then:
                 return  # another attempt would fail too, and hash a long prompt once more
+            if request.leader is not None:
+                request.prompt_scores += request.leader.prompt_scores[len(request.prompt_scores) :]
             ids = request.ids
             path = self.cache.match(ids, request.cacheable, request.salt)
             self.cache.hold(path)
@@ -212,8 +206,17 @@ class Scheduler:
                 self.cache.release(path)
                 self._refused = (request, available, entered)
                 return
-            self.waiting.popleft()
+            self.waiting.remove(request)
             self._seat(request, ids, path, needed)
+
+    def _follows(self, request: Request) -> bool:
+        """Return whether a request must wait for what its leader computes: a full page, or scores of the prompt.
+
+        If a client wants several answers (choices) to one prompt, the first choice is the leader of the others.
+        """
+        if request.leader not in self.outputs or request.leader.prompt_done:
+            return False
+        return bool(request.unscored) or (self.cache.enabled and len(request.prompt_ids) > self.kv.page_size)
 
     def _seat(self, request: Request, ids: list[int], path: list[Node], needed: int) -> None:
         """Give `request` a slot, its cached path and `needed` fresh pages."""
@@ -408,7 +411,6 @@ class Scheduler:
             if tokens:
                 self.seats.share(request, self.seats[request].ids)
                 request.prompt_done = True
-                self._unpark(request)
                 self._deliver(request, tokens, flight)
 
     def _after_decode(
@@ -466,8 +468,6 @@ class Scheduler:
         """Remove a request from queue or slot, and note its end; sound: False if its own pages may hold NaN."""
         if request.slot:
             self._leave(request, sound)
-        elif request.leader is not None and request in (choices := self.parked.get(request.leader, [])):
-            choices.remove(request)
         else:
             self.waiting.remove(request)
         self._close(request, finish, ids)
@@ -475,19 +475,8 @@ class Scheduler:
     def _close(self, request: Request, finish: Finish, ids: Sequence[int] = ()) -> None:
         """Mark a request finished and add its last update, with all text that was held back."""
         request.finish, request.finished_at = finish, time.monotonic()
-        self._unpark(request)
         text = self.outputs.pop(request).release(True)
         self._updates.append(Update(request, list(ids), text, finish))
-
-    def _unpark(self, leader: Request) -> None:
-        """Put the choices that waited for a leader at the front of the queue, since they arrived with it.
-
-        They take over the log-probabilities of the prompt's tokens.
-        """
-        choices = self.parked.pop(leader, [])
-        for request in choices:
-            request.take_over(leader)
-        self.waiting.extendleft(reversed(choices))
 
     @torch.inference_mode()
     def _leave(self, request: Request, sound: bool) -> None:
@@ -514,9 +503,7 @@ class Scheduler:
 
     def abort(self, rid_prefix: str) -> list[Update]:
         """End every request whose rid starts with `rid_prefix`, wherever it is; returns their last updates."""
-        parked = [request for choices in self.parked.values() for request in choices]
-        everyone = [*parked, *self.waiting, *self.prefilling, *self.running]  # parked choices before their leaders
-        named = [r for r in everyone if r.rid.startswith(rid_prefix)]
+        named = [r for r in [*self.waiting, *self.prefilling, *self.running] if r.rid.startswith(rid_prefix)]
         self.metrics.aborted += len(named)
         for request in named:
             self._end(request, ABORTED)
@@ -546,9 +533,7 @@ class Scheduler:
         prefix cache are emptied, since the step may have left them half changed.
         """
         finish = _failure(error)
-        queued = set() if waiting else set(self.waiting)
-        self.parked = {leader: choices for leader, choices in self.parked.items() if leader in queued}
-        queued.update(*self.parked.values())
+        queued = {r for r in self.waiting if not (waiting or (r.leader and r.leader.slot and self._follows(r)))}
         for request in [r for r in self.outputs if r not in queued]:
             request.slot = request.kv_len = 0
             self._close(request, finish)
@@ -597,7 +582,7 @@ class Scheduler:
             "kv_pages_cached": self.cache.count,
             "kv_pages_owned": self.seats.owned + self._left,
             "num_running_reqs": len(self.running) + len(self.prefilling),
-            "num_queue_reqs": len(self.waiting) + sum(map(len, self.parked.values())),
+            "num_queue_reqs": len(self.waiting),
             "max_total_num_tokens": self.limits.pool_rows,
             "max_req_input_len": self.limits.longest_prompt,
             "effective_max_running_requests_per_dp": self.sizes.max_running,

@@ -49,7 +49,7 @@ class Sizes:
     both_up_to: int = 0  # the largest batch size that has trees of both sizes
     larger_up_to: int = 0  # the largest batch size that has the larger trees alone
     own_nodes: int = 1  # nodes of the drafter's own trees, without those that are looked up beside them
-    has_lookups: bool = False  # whether steps may verify trees from a lookup in place of the drafter's
+    has_lookups: bool = False  # whether there are steps whose trees are all looked up
 
     @classmethod
     def resolve(
@@ -69,7 +69,8 @@ class Sizes:
             drafter.topk, batch_sizes=tuple(sorted(powers | {max_running})),
             prefill_sizes=tuple(sorted({min(size, largest) for size in (128, 512, largest)})),
             smaller=drafter.smaller, both_up_to=max_running if both_up_to is None else both_up_to,
-            own_nodes=drafter.own_nodes or drafter.nodes, has_lookups=drafter.has_lookups,
+            own_nodes=drafter.own_nodes or drafter.nodes,
+            has_lookups=drafter.has_lookups and not drafter.awaits_corpus,
         )  # fmt: skip
 
     def shapes_of(self, batch: int) -> tuple[Shape, ...]:

@@ -305,7 +305,8 @@ class Config:
     )  # fmt: skip
     speculative_lookup: bool | None = _flag(
         None, "Speculation", "beside a draft head or model look up texts as NGRAM does, and verify for each request "
-        "the better bet; on CUDA steps then do not overlap; default: on a CPU, unless numbers are given",
+        "the better bet; on CUDA steps then do not overlap; default: on a CPU, unless numbers are given, and elsewhere "
+        "while an external corpus is loaded",
     )  # fmt: skip
     speculative_accept_threshold_single: float = _flag(
         1.0, "Speculation", "accept any draft of at least this probability; below 1 sampled output is not exact",
@@ -462,7 +463,7 @@ class Config:
                 continue
             owners: tuple[str, ...] = ("NGRAM", *GROWN) if f.name in _SHARED else GROWN
             if f.name.startswith("speculative_ngram_"):
-                owners = ("NGRAM", *GROWN) if self.has_lookups(self.device != "cuda") else ("NGRAM",)
+                owners = ("NGRAM", *GROWN) if self.may_look_up else ("NGRAM",)
             if f.name == "speculative_token_map":
                 continue  # `make_drafter` logs a line if the map is not used
             if self.is_own_drafter and not f.name.startswith(("speculative_ngram_", *BLOCKS)):
@@ -561,11 +562,16 @@ class Config:
         return self.adaptive and not self.gives_numbers
 
     def has_lookups(self, on_cpu: bool) -> bool:
-        """Return whether texts are looked up beside a drafter that grows its trees on the device."""
+        """Return whether texts are looked up beside such a drafter even if no external corpus is loaded."""
         wanted = self.speculative_lookup
-        if wanted is None:  # not on CUDA, where lookups would keep steps from overlapping
+        if wanted is None:  # not on CUDA, where lookups keep steps from overlapping
             wanted = on_cpu and self.several_sizes
-        return wanted and self.algorithm in GROWN
+        return wanted and self.may_look_up
+
+    @property
+    def may_look_up(self) -> bool:
+        """Whether texts are looked up beside a drafter that grows its trees on the device, if only in a corpus."""
+        return self.speculative_lookup is not False and self.algorithm in GROWN
 
     @property
     def algorithm(self) -> str:

@@ -119,6 +119,9 @@ class Corpora:
     def __contains__(self, name: str) -> bool:
         return name in self._all
 
+    def __len__(self) -> int:
+        return len(self._all)
+
     def limit(self, slot: int, corpus: str | None) -> None:
         """Let the request of a slot draft from this corpus alone, or from none; without a limit it drafts from all."""
         self._limits[slot] = corpus

@@ -144,6 +144,7 @@ class Drafter(ABC):
     corpora: Corpora | None = None  # the external corpora that drafts may come from, if it looks texts up
     # Whether `host_drafts` looks trees up beside those of `propose`; each request verifies one of the two trees.
     has_lookups: bool = False
+    awaits_corpus: bool = False  # whether it does so only while an external corpus is loaded
 
     @property
     def trees(self) -> tuple[TreeSize, ...]:

@@ -17,10 +17,12 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from minispec.attention import AttendKind, PagedAttend, Plan
 from minispec.compiled import CompileFor, Compiler
-from minispec.drafter import Batch, Committed, Draft, Drafter, HostTrees, TreeSize
+from minispec.corpora import Corpora
+from minispec.drafter import NOTHING, Batch, Committed, Draft, Drafter, HostTrees, TreeSize
 from minispec.kv import PagedKV
 from minispec.ngram import NgramDrafter
 from minispec.request import Hints
@@ -36,13 +38,18 @@ class Lookups(Drafter):
 
     has_lookups = True
 
-    def __init__(self, head: Drafter, shared: NgramDrafter, vocab_size: int) -> None:
-        """shared: the drafter over texts. Its `nodes` are N, at least the nodes of the network's trees."""
-        assert shared.nodes >= head.nodes, "lookups have at least as many nodes as other trees"
+    def __init__(self, head: Drafter, shared: NgramDrafter, vocab_size: int, awaits_corpus: bool = False) -> None:
+        """shared: the drafter over texts. Its `nodes` are N, if they are more than those of the network's trees.
+
+        awaits_corpus: whether texts are looked up only while an external corpus is loaded. Until then steps may
+        overlap; and they have the network's shapes, so there is none in which all trees are looked up.
+        """
+        assert shared.nodes >= head.nodes or awaits_corpus, "lookups have at least as many nodes as other trees"
         assert shared.limited, "a lookup that finds nothing costs almost nothing"
-        self.head, self.texts = head, HostTrees(shared, vocab_size)
-        self.nodes, self.depth, self.corpora = shared.nodes, shared.nodes - 1, shared.corpora
-        head.expect(self.nodes)
+        self.head, self.texts, self.awaits_corpus = head, HostTrees(shared, vocab_size), awaits_corpus
+        self.nodes, self.depth = max(shared.nodes, head.nodes), max(shared.nodes - 1, head.depth)
+        self.corpora: Corpora = shared.corpora
+        head.expect(self.depth + 1)
         self.name, self.rounds, self.topk, self.network = head.name, head.rounds, head.topk, head.network
         self.taps, self.scratch, self.lookahead, self.kv_shape = head.taps, head.scratch, head.lookahead, head.kv_shape
         largest = head.trees[-1]
@@ -55,6 +62,10 @@ class Lookups(Drafter):
     def trees(self) -> tuple[TreeSize, ...]:
         """The sizes of trees, the smaller first; `TreeSize.depth` is that of the network's trees, not of a lookup's."""
         return self._sizes
+
+    @property
+    def reads_text(self) -> bool:
+        return not self.awaits_corpus or len(self.corpora) > 0
 
     def attach(
         self, kv: PagedKV, attend_kind: AttendKind, batch_sizes: Sequence[int], chunk_counts: Sequence[int]
@@ -74,14 +85,14 @@ class Lookups(Drafter):
         return self.head.small_graphs(self._grown[nodes], samples)
 
     def host_drafts(self, slots: Sequence[int]) -> Sequence[Draft]:
-        return self.texts.host_drafts(slots)
+        return self.texts.host_drafts(slots) if self.reads_text else [NOTHING] * len(slots)
 
     def propose(self, batch: Batch) -> DraftTree:
         """Return the lookup's tree for each row that has one, and the network's tree for the others."""
         host = batch.tree
         rows, nodes = host.tokens.shape
         grown = self._grown[nodes]
-        if rows == 1 and grown == nodes:  # with a looked-up tree the step would not draft
+        if rows == 1 and grown == nodes and not self.awaits_corpus:  # with a looked-up tree the step would not draft
             return self.head.propose(batch)
         scores = None if batch.scores is None else batch.scores[:, :grown]
         cut = DraftTree(host.tokens[:, :grown], host.parents[:, :grown])

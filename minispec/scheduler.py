@@ -108,7 +108,7 @@ class Scheduler:
             engine.model.config.vocab_size, self.sizes.context_length, (self.kv.pages - 1) * self.kv.page_size,
             self.sizes.tree_rows, tuple(sorted(eos_ids)), options.strict_max_tokens,
         )  # fmt: skip
-        self.overlap = options.overlap and not engine.drafter.reads_text  # drafts from text need the last step's tokens
+        self._may_overlap = options.overlap
         self.metrics = Metrics(self.sizes.nodes, options.decode_log_interval, engine.device.type == "cuda",
                                recorded={} if options.record_times else None)  # fmt: skip
         self.waiting: deque[Request] = deque()
@@ -167,6 +167,11 @@ class Scheduler:
     # ---- a step ----------------------------------------------------------------------------------------------------
 
     @property
+    def overlap(self) -> bool:
+        """Whether the next step is launched before the one before it lands; drafts from text need all tokens."""
+        return self._may_overlap and not self.engine.drafter.reads_text
+
+    @property
     def has_work(self) -> bool:
         """Whether a call of `step` would do something."""
         return bool(self.outputs or self._updates or self._flight)
@@ -174,9 +179,12 @@ class Scheduler:
     @torch.inference_mode()
     def step(self) -> list[Update]:
         """Launch a step; land it or, with overlap, the one before; return what the landed step added to requests."""
+        overlap = self.overlap  # asked once, since another thread may load a corpus at any time
+        if not overlap:
+            self._land_flight()
         self._admit()
         launched = self._launch()
-        due, self._flight = (self._flight, launched) if self.overlap else (launched, None)
+        due, self._flight = (self._flight, launched) if overlap else (launched, None)
         if due is not None:
             self._land(due)
         return self._drain()

@@ -541,3 +541,4 @@ def test_an_eagle_or_dflash_flag_names_the_right_one(folder: Path) -> None:
     for read in ({}, {"read": read_dflash}):
         with pytest.raises(ModelError, match="give --speculative-algorithm DSPARK"):
             load_head(folder, MODEL, **read)
+        drafter = getattr(drafter, "head", drafter)

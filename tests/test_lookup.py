@@ -426,6 +426,8 @@ def test_texts_are_looked_up_where_that_is_asked_for_beside_what_drafts_on_the_d
     assert not Config(speculative_lookup=False).has_lookups(True)
     assert Config().has_lookups(True) and not Config().has_lookups(False) and not Config(**numbers).has_lookups(True)
     assert not Config(speculative_algorithm="NGRAM", speculative_lookup=True).has_lookups(True)
+    assert Config(**numbers).may_look_up and not Config(**numbers, speculative_lookup=False).may_look_up
+    assert not Config(speculative_algorithm="NGRAM").may_look_up, "it looks up by itself"
     assert lookup_nodes(Config(**numbers), 6) == 6 and lookup_nodes(asked, 6) == 8
     assert not Config(speculative_ngram_capacity=1000, speculative_lookup=True).notes, "they act beside a head"
     assert Config(speculative_ngram_capacity=1000, speculative_lookup=False).notes

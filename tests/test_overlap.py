@@ -7,10 +7,12 @@ between trees and plain. Tokens are compared with the sequential reference, ends
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 from conformance import (
     CHECKS,
@@ -24,10 +26,13 @@ from conformance import (
     truth,
 )
 from conftest import slow_unless
-from exactness import request, run, submit
+from exactness import VOCAB, build, request, run, submit
 
 from minispec.buffers import DecodeBuffers
+from minispec.corpora import END, Corpus, sort_places
 from minispec.engine import Engine
+from minispec.lookup import Lookups
+from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.request import Request
 from minispec.scheduler import Scheduler
 
@@ -83,6 +88,39 @@ def test_a_step_is_launched_before_the_one_before_is_collected(monkeypatch: pyte
 @pytest.mark.parametrize("name", ["ngram", "oracle"])
 def test_a_drafter_that_reads_text_gets_it_before_it_drafts(name: str) -> None:
     assert not SUBJECTS[name].build(overlap=True).overlap
+
+
+def test_lookups_begin_with_a_corpus_and_the_overlap_is_back_when_the_last_one_is_gone() -> None:
+    subject = SUBJECTS["trained-tree"]
+    head = subject.drafter(subject.model())
+    drafter = Lookups(head, NgramDrafter(NgramOptions(nodes=head.depth + 1), limited=True), VOCAB, awaits_corpus=True)
+    scheduler, requests = build(subject.model(), drafter, overlap=True), subject.requests(max_new_tokens=50)[:4]
+    assert [size.nodes for size in drafter.trees] == [size.nodes for size in head.trees], "a corpus changes no shape"
+    answers = [END, *itertools.chain(*([*r.prompt_ids, *truth(subject.model(), r), END] for r in requests))]
+    corpus = Corpus(np.array(answers, np.int32), sort_places(np.array(answers, np.int32)))
+    submit(scheduler, *requests)
+
+    def steps(count: int) -> tuple[int, bool]:
+        """Return how many looked-up trees were verified in so many steps, and whether a step is in flight."""
+        before = scheduler.metrics.verified.steps["lookup"]
+        for _ in range(count):
+            scheduler.step()
+            scheduler.check()
+        return scheduler.metrics.verified.steps["lookup"] - before, scheduler._flight is not None
+
+    assert steps(8) == (0, True), "nothing is looked up, and steps overlap"
+    drafter.corpora.put("a", corpus)
+    found, flies = steps(3)
+    assert found and not flies
+    drafter.corpora.put("b", corpus)
+    drafter.corpora.put("a", None)
+    assert steps(1)[1] is False, "one is left"
+    drafter.corpora.put("b", None)
+    assert steps(2) == (0, True)
+    drafter.corpora.put("a", corpus)
+    while scheduler.has_work:
+        steps(1)
+    assert_exact(subject, requests)
 
 
 def ends(requests: Sequence[Request]) -> list[tuple]:

@@ -460,7 +460,7 @@ def test_a_draft_of_a_shorter_context_runs_on_and_says_so_once(tmp_path, caplog)
 def test_the_pool_counts_the_draft_s_pages(tmp_path) -> None:
     target, deep = write(tmp_path / "target"), write(tmp_path / "deep", num_hidden_layers=6)
     llm = drafting(target, deep)
-    drafter, engine = llm.scheduler.engine.drafter, llm.scheduler.engine
+    drafter, engine = llm.scheduler.engine.drafter.head, llm.scheduler.engine
     assert drafter.kv_shape == (6, 2, 8) and drafter.kv.pool.shape[0] == 12 and engine.kv.pool.shape[0] == 4
 
     def pages(drafter: Drafter) -> int:

@@ -168,7 +168,7 @@ class Library:
         """Return where corpora are put; raises RequestError if the drafter looks nothing up."""
         if self.table is None:
             raise RequestError("corpora are what lookups draft from, and this server looks nothing up: give "
-                               "--speculative-algorithm NGRAM, or --speculative-lookup beside a head")  # fmt: skip
+                               "--speculative-algorithm NGRAM, or a head without --no-speculative-lookup")  # fmt: skip
         return self.table
 
     def _opened(self, file: str) -> IO[bytes]:

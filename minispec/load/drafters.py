@@ -80,9 +80,12 @@ def make_drafter(config: Config, model: Model, folder: Path, tokenizer: Tokenize
     make = _own if config.is_own_drafter else table[config.algorithm]
     drafter = make(config, model, folder, tokenizer)
     on_cpu, vocab_size = _on_cpu(config, model), model.config.vocab_size
-    if isinstance(drafter, Drafter) and config.has_lookups(on_cpu):
+    if isinstance(drafter, Drafter) and config.may_look_up:
         own, shape = drafter.nodes, tree_shape(config, model.config.architecture, on_cpu)
-        drafter = Lookups(drafter, _ngram(config, lookup_nodes(config, own), limited=True), vocab_size)
+        # A corpus that comes later may change no shape: what is found in it is a chain, as deep as the trees are.
+        always = config.has_lookups(on_cpu)
+        nodes = lookup_nodes(config, own) if always else drafter.depth + 1
+        drafter = Lookups(drafter, _ngram(config, nodes, limited=True), vocab_size, awaits_corpus=not always)
         drafter.own_nodes = own if isinstance(drafter.head, DFlashDrafter) else shape[2]
     _check_size(config, drafter, model)
     return as_drafter(drafter, vocab_size, smaller_nodes(config, drafter.nodes, on_cpu))

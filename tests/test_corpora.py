@@ -15,6 +15,7 @@ from test_llm import CONFIG, DUMMY
 from minispec import LLM, SamplingParams
 from minispec.config import Config
 from minispec.corpora import DEPTH, END, SHORTEST, Corpora, Corpus, sort_places
+from minispec.drafter import Draft
 from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.request import Hints, Request, RequestError
 
@@ -156,6 +157,80 @@ def test_texts_are_the_same_with_corpora_that_come_and_go_and_earlier_answers_do
     assert texts == plain and mixed[::2] == each[::2] and max(mixed[1::2]) < 2, "with a name it does not"
     assert run(WISHES, change=4)[0] == plain and "mine" not in table
     table.put("other", None)
+
+
+def removed_in_the_middle(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove a corpus that eight requests draft from: they draft from it no more, its memory is free, texts stay."""
+    scheduler, library, drafted = llm.scheduler, llm.corpora, [False]
+    propose = scheduler.engine.host_drafts
+
+    def noted(slots: list[int]) -> list[Draft]:
+        found = propose(slots)
+        drafted[0] |= any(draft.corpus for draft in found)
+        return found
+
+    def steps(count: int) -> bool:
+        """Return whether a tree of a corpus was offered in so many steps."""
+        drafted[0] = False
+        for _ in range(count):
+            scheduler.step()
+        return drafted[0]
+
+    def mapped() -> bool:
+        return "minispec-corpora" in Path("/proc/self/maps").read_text()
+
+    monkeypatch.setattr(scheduler.engine, "host_drafts", noted)
+    texts: list[list[list[int]]] = []
+    for change in (False, True):
+        assert scheduler.flush_cache() and not mapped()
+        if change:
+            told = [[*ids, *text, END] for ids, text in zip(PROMPTS, texts[0], strict=True)]
+            library._built("mine", np.array([token for text in told for token in text], np.int32), "documents")
+        requests = [llm.request(ids, wish) for ids, wish in zip(PROMPTS, WISHES, strict=True)]
+        for request in requests:
+            scheduler.validate(request)
+            scheduler.submit(request)
+        assert steps(4) == change == mapped()
+        if change:
+            library.remove("mine")
+            assert len(scheduler.running) == 8 and not mapped(), "its pages are given back while requests go on"
+        assert not steps(200) and not scheduler.has_work
+        texts.append([request.output_ids for request in requests])
+    assert texts[0] == texts[1]
+
+
+def what_was_removed_is_kept(patch: pytest.MonkeyPatch) -> None:
+    """The table drops the name and keeps the arrays."""
+    kept, put = [], Corpora.put
+    patch.setattr(Corpora, "put", lambda self, name, corpus: (kept.append(dict(self._all)), put(self, name, corpus)))
+
+
+def requests_keep_their_corpus(patch: pytest.MonkeyPatch) -> None:
+    """A request that has drafted from a corpus holds the table in which it found it."""
+    held, follow = {}, Corpora.follow
+
+    def followed(self: Corpora, slot: int, *rest: Any) -> Any:
+        now = self._all
+        self._all = held.setdefault(slot, now) if slot in self._last else now
+        try:
+            return follow(self, slot, *rest)
+        finally:
+            self._all = now
+
+    patch.setattr(Corpora, "follow", followed)
+
+
+@pytest.mark.parametrize("fault", [None, what_was_removed_is_kept, requests_keep_their_corpus])
+def test_a_corpus_that_is_removed_under_its_requests_is_gone(
+    tiny_llm: LLM, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if fault is None:
+        removed_in_the_middle(tiny_llm, monkeypatch)
+        return
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        removed_in_the_middle(tiny_llm, monkeypatch)
+    tiny_llm.scheduler.abort("")
 
 
 def test_a_library_checks_ids_files_and_sizes(tiny_llm: LLM, tmp_path: Path) -> None:

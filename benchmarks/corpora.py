@@ -7,7 +7,8 @@ greedily, one request at a time. `python -m benchmarks.corpora PART ...` measure
     beside   the same, and another wording of each question, beside 0, 1 and 4 corpora that have nothing on it, in turn
              with lookups in the prompt alone; once with NGRAM, once beside EAGLE3
     build    a corpus added as an operator adds it, by texts and by file_path: seconds, and decoding meanwhile
-    restart  a server that has just started, without and with what an earlier one saved, against a warm one
+    restart  a server (`python -m minispec.server`) that has just started, without and with what an earlier one saved
+             when it was ended by SIGTERM, against a warm one
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 import lzma
+import socket
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -186,27 +191,58 @@ def build(args: argparse.Namespace) -> None:
               "tokens/s before and after", flush=True)  # fmt: skip
 
 
+class Server:
+    """A real server on a port of its own, until it is told to end as an operator tells it."""
+
+    def __init__(self, *flags: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        given = ["--port", port, "--log-level", "error", "--max-running-requests", "1", *flags]
+        self.process = subprocess.Popen([sys.executable, "-m", "minispec.server", *given], cwd=ROOT)
+        self.at = f"http://127.0.0.1:{port}"
+        while self.process.poll() is None:
+            try:
+                with urllib.request.urlopen(f"{self.at}/health", timeout=5):
+                    return
+            except OSError:
+                time.sleep(0.2)
+        raise RuntimeError("the server did not start")
+
+    def answer(self, questions: Sequence[Ids]) -> tuple[float, float]:
+        """Return accept length and tokens a second over HTTP, prompts included."""
+        tokens, steps, began = 0, 0, time.perf_counter()
+        for ids in questions:
+            body = {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": 96}}
+            asked = urllib.request.Request(f"{self.at}/generate", json.dumps(body).encode(),
+                                           {"Content-Type": "application/json"})  # fmt: skip
+            with urllib.request.urlopen(asked, timeout=120) as answer:
+                told = json.load(answer)["meta_info"]
+            tokens, steps = tokens + told["completion_tokens"], steps + told["spec_verify_ct"]
+        return (tokens - len(questions)) / steps, tokens / (time.perf_counter() - began)
+
+    def end(self) -> None:
+        """Send SIGTERM, and wait."""
+        self.process.terminate()
+        self.process.wait(60)
+
+
 def restart(args: argparse.Namespace) -> None:
-    """Measure a cold server, a warm one, and one that starts with what the warm one saved."""
-    questions = [q for q, _ in replies(100_000)[: args.questions]]
+    """Measure a cold server, a warm one, and one that starts with what the warm one saved when it was ended."""
+    questions, compiled = [q for q, _ in replies(100_000)[: args.questions]], "--wait-until-compiled"
+    how = compiled if args.compiled else "--disable-torch-compile"
+    print("| server | accept length | tokens/s |\n|---|--:|--:|")
     with tempfile.TemporaryDirectory() as folder:
-        flags = {"speculative_algorithm": "NGRAM", "speculative_ngram_learned_folder": folder}
-        print("| server | accept length | tokens/s |\n|---|--:|--:|")
-        run = Run(args.compiled, **flags)
-        requests = [run.llm.request(ids, SamplingParams(temperature=0, max_new_tokens=96)) for ids in questions]
-        for name in ("cold", "warm: the same questions again", "warm, once more"):
-            if name == "cold":
-                assert run.llm.scheduler.flush_cache()
-            length, speed, answers = run.answer(questions, keep=True)
-            print(f"| {name} | {length:.2f} | {speed:.1f} |", flush=True)
-        for request, answer in zip(requests, answers, strict=True):
-            request.output_ids = answer
-            run.llm.corpora.learn(request)
-        run.llm.corpora.save()
-        run = Run(args.compiled, **flags)
-        for name in ("restarted with what was saved", "the same again, warm"):
-            length, speed, _ = run.answer(questions, keep=True)
-            print(f"| {name} | {length:.2f} | {speed:.1f} |", flush=True)
+        turns = (
+            ("cold", "warm: the same questions again", "warm, once more"),
+            ("restarted with what was saved", "again"),
+        )
+        for names in turns:
+            server = Server("--speculative-algorithm", "NGRAM", "--speculative-ngram-learned-folder", folder, how)
+            for name in names:
+                length, speed = server.answer(questions)
+                print(f"| {name} | {length:.2f} | {speed:.1f} |", flush=True)
+            server.end()
 
 
 PARTS = {"sizes": sizes, "beside": beside, "build": build, "restart": restart}

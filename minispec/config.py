@@ -290,7 +290,7 @@ class Config:
     )  # fmt: skip
     speculative_dspark_confidence_threshold: float = _flag(
         0.0, "Speculation", "DSPARK: a draft of less confidence, and what follows it, is not verified; 0 verifies the "
-        "whole block", low=0.0, high=1.0,
+        "whole tree, whose size follows the confidences", low=0.0, high=1.0,
     )  # fmt: skip
     speculative_adaptive: bool | None = _flag(
         None,

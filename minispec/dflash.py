@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -201,6 +201,10 @@ class DFlashDrafter(Drafter):
 
     def propose(self, batch: Batch) -> DraftTree:
         """Draft one tree per request; writes scratch rows from row `lens` on in the drafter's own pages."""
+        return cast(DraftTree, self._draft(batch))
+
+    def _draft(self, batch: Batch) -> Any:
+        """Run the pass over the block; return what `_close` makes of it."""
         step, watched = self._passes[tuple(batch.tree.tokens.shape)], batch.scores is not None
         batch = batch._replace(tree=None)  # type: ignore[arg-type]  # the host's trees are not read
         open_, close = self.small.eager if watched else self.small.of(step)

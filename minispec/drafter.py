@@ -210,6 +210,14 @@ class Drafter(ABC):
         step is in tensors that `attach` allocates and this code writes in place.
         """
 
+    def confidences(self, slot: int) -> Sequence[float]:
+        """Return, by depth, how likely the drafter finds its newest drafts for a slot; empty if it does not say.
+
+        A number is the chance that the target accepts a draft at this depth if it accepts the one above. This runs on
+        the host and must not wait for the device; while steps overlap, the newest drafts may be of either step.
+        """
+        return ()
+
     def commit(self, new: Committed) -> None:  # noqa: B027  a drafter without state on the device takes nothing in
         """Take in, on the device, what the target committed. This runs inside the step; see `propose`."""
 

@@ -18,7 +18,8 @@ Where the bonus's row drafts, a block of S rows drafts S tokens; else S - 1, as 
     or                          -    lens+1  lens+2  lens+3     speculators', unless they say otherwise
 
 A node whose confidence is below a threshold is no draft, and has none below it. Its place in the tree is padding, as
-the shape of a step is chosen before anything is drafted: by `policy.py`, from the lengths that were accepted lately.
+the shape of a step is chosen before anything is drafted. `policy.py` chooses it, and takes into account what the
+network said of each request's drafts in the step before (`confidences`): where drafts are unsure, trees are smaller.
 
 Paper: DSpark, arXiv 2607.05147. Letters as in `dflash.py`; R is the rank of the Markov head, P a number of paths.
 
@@ -27,15 +28,19 @@ Read next: `load/dspark_heads.py`, which reads checkpoints; docs/block-drafters.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minispec.attention import AttendKind
 from minispec.beam import couple, likeliest, rerank
 from minispec.dflash import DFlashConfig, DFlashDrafter, DFlashHead, Pass, likeliest_paths
 from minispec.drafter import Batch
+from minispec.kv import PagedKV
 from minispec.model import Model
 from minispec.tree import PADDING, DraftTree
 
@@ -91,11 +96,36 @@ class DSparkDrafter(DFlashDrafter):
         assert threshold == 0 or network.confidence_head is not None, "nothing to compare with the threshold"
         self.threshold = threshold
 
-    def _close(self, step: Pass, batch: Batch, states: Tensor) -> DraftTree:
-        """Return the tree of the likeliest paths; states [B, S, d]: the network's output."""
+    def attach(
+        self, kv: PagedKV, attend_kind: AttendKind, batch_sizes: Sequence[int], chunk_counts: Sequence[int]
+    ) -> None:
+        """Allocate what a block needs, and room for the confidences, [R, S] fp32 by slot; negative: none."""
+        super().attach(kv, attend_kind, batch_sizes, chunk_counts)
+        device = kv.pool.device
+        self._said = torch.full((kv.table.shape[0], self.depth), -1.0, device=device)
+        # Each step copies all of them to the host, where they may be read at any time without waiting for the device.
+        self._told = self._said.cpu().pin_memory() if device.type == "cuda" else self._said
+
+    def propose(self, batch: Batch) -> DraftTree:
+        """Draft as `DFlashDrafter` does, and keep how confident the network is of each request's likeliest path."""
+        tree, said = self._draft(batch)
+        if said is not None:
+            self._said[batch.slots] = F.pad(said, (0, self.depth - said.shape[1]), value=-1.0)
+            if self._told is not self._said:
+                self._told.copy_(self._said, non_blocking=True)
+        return tree
+
+    def confidences(self, slot: int) -> Sequence[float]:
+        return [chance for chance in self._told[slot].tolist() if chance >= 0]
+
+    def _close(self, step: Pass, batch: Batch, states: Tensor) -> tuple[DraftTree, Tensor | None]:  # type: ignore[override]
+        """Return the tree of the likeliest paths, and the confidences [B, depth] along the first draft of each row.
+
+        states [B, S, d]: the network's output. The confidences are None if the network has no head for them.
+        """
         network, token_map = self.network, self.network.token_map
         states = states[:, network.first : network.first + step.depth]
-        base = network.logits(states)
+        base, said = network.logits(states), list[Tensor]()
 
         def children(row: int, last: Tensor) -> tuple[Tensor, Tensor]:
             """Return scores and ids of the likeliest tokens of a row after each of the tokens before it."""
@@ -104,13 +134,16 @@ class DSparkDrafter(DFlashDrafter):
             if self.coupled:
                 logits = couple(logits, batch, batch.lens[:, None] + row + 1, token_map)
             scores, ids = likeliest(logits, self.topk)
-            if self.threshold:
-                sure = network.confidence(states[:, row, None], before).sigmoid() >= self.threshold
+            if network.confidence_head is not None:
+                confidence = network.confidence(states[:, row, None], before).sigmoid()
+                sure = confidence >= self.threshold
                 scores = scores.masked_fill(~sure[..., None], -torch.inf)
+                said.append((confidence * sure)[:, 0])
             return scores, ids if token_map is None else token_map[ids]
 
         found = likeliest_paths(batch.root, step.depth, step.nodes - 1, children)
         # A path that goes on behind an unsure draft has the score -inf too.
         found = found._replace(tokens=found.tokens.masked_fill(found.scores.isinf(), PADDING))
         tree = rerank(found, batch.root, step.nodes, batch.scores)
-        return DraftTree(tree.tokens, tree.parents.masked_fill(tree.tokens == PADDING, 0))
+        tree = DraftTree(tree.tokens, tree.parents.masked_fill(tree.tokens == PADDING, 0))
+        return tree, torch.stack(said, dim=1) if said else None

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from minispec.attention import AttendKind, PagedAttend, Plan
 from minispec.compiled import CompileFor, Compiler
@@ -103,6 +102,9 @@ class Lookups(Drafter):
             scores.masked_fill_(taken, torch.nan)  # these scores are of the network's tree, which the row does not take
         return DraftTree(torch.where(taken, host.tokens, F.pad(tree.tokens, room, value=PADDING)),
                          torch.where(taken, host.parents, F.pad(tree.parents, room)))  # fmt: skip
+
+    def confidences(self, slot: int) -> Sequence[float]:
+        return self.head.confidences(slot)
 
     def commit(self, new: Committed) -> None:
         self.head.commit(new)

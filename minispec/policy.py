@@ -15,6 +15,9 @@ how many tokens the tree would have given. But nobody learns what a head would h
 So in such a step the mean of the head's trees goes a little way back to where it began, which is hopeful, and after
 some hundred steps these trees are tried again.
 
+A head may say how likely it finds its drafts (`Drafter.confidences`). As it speaks of one place in the text, this tells
+more of the next tree than a mean does. Such a tree promises what trees gave that followed like words.
+
 `before` chooses a step's shape and the host's trees that the step verifies, and `after` learns from the result. Nothing
 here knows of tensors. The policy knows two things of a request: its identity, and whether it wants drafts.
 
@@ -23,6 +26,7 @@ Expected tokens against step times: arXiv 2211.17192. Read next: `scheduler.py`,
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +46,7 @@ FIRST = 16  # how many trees of the head the mean counts for with which a record
 FIRST_MATCH = 4  # the same of a guess on a match
 CHANCE = 0.8  # the chance that a head's draft is accepted, assumed until the head was tried, so that it is
 SHORT = 2  # a match of so few tokens may be chance
+SAID = 8  # for so many steps without drafts a head's confidences count; after that the request's mean does
 FORGET = 0.0005  # in each step that does not try a tree, its mean goes this part of the way back to where it began
 
 
@@ -132,13 +137,15 @@ class Policy:
     def __init__(
         self, trees: Mapping[int, int], adapts_from: float, has_lookups: bool = False,
         allows: Callable[[int, int], bool] | None = None,
+        says: Callable[[Request], Sequence[float]] = lambda request: (),
     ) -> None:  # fmt: skip
         """`trees`: the depth of each size of tree, by nodes.
 
         adapts_from: the smallest batch whose shapes are chosen. Smaller ones have the largest tree, if any drafts.
         has_lookups: whether a request takes either a looked-up tree or the head's. allows: whether a batch of so many
-        requests may draft trees of so many nodes; None: any may. The attribute `forced` is for tests and benchmarks: if
-        set, this function chooses the shape of each step in which some request wants drafts.
+        requests may draft trees of so many nodes; None: any may. says: returns `Drafter.confidences` of a request. The
+        attribute `forced` is for tests and benchmarks: if set, this function chooses the shape of each step in which
+        some request wants drafts.
         """
         self.trees, self.adapts_from, self.has_lookups, self.allows = dict(trees), adapts_from, has_lookups, allows
         self.times = Times({})
@@ -149,6 +156,10 @@ class Policy:
         self._all = {nodes: Mean(guess, FIRST) for nodes, guess in self._guess.items()}
         self._own: weakref.WeakKeyDictionary[Request, dict[int, Mean]] = weakref.WeakKeyDictionary()
         self._matches: dict[tuple[int, int], Mean] = {}  # the same of the host's trees, by nodes and class of match
+        self.says = says
+        # For each request the tokens that the head expected at its newest tree, by depth, and how many steps ago.
+        self._hopes: weakref.WeakKeyDictionary[Request, tuple[list[float], int]] = weakref.WeakKeyDictionary()
+        self._hoped: dict[tuple[int, int], Mean] = {}  # what the head's next trees gave, by nodes and twice the tokens
         # For each request the tree that `follow` follows, with the tokens that the text has gained since.
         self._open: weakref.WeakKeyDictionary[Request, tuple[Draft, list[int]]] = weakref.WeakKeyDictionary()
 
@@ -217,6 +228,8 @@ class Policy:
         """Return the tokens that a tree of the host, or None for the head's, is expected to emit, at least 1."""
         if draft is not None:
             return self._match(shape.nodes, draft.match).value
+        if (hoped := self._hope(request, shape.nodes, SAID)) is not None:
+            return hoped.value
         own = self._own.get(request, self._all)
         return own.get(shape.nodes, self._all[shape.nodes]).value
 
@@ -227,6 +240,14 @@ class Policy:
             guess = min(1.0 + worth * max(abs(match) - SHORT, 0), float(nodes))
             self._matches[nodes, match] = Mean(guess, FIRST_MATCH)
         return self._matches[nodes, match]
+
+    def _hope(self, request: Request, nodes: int, steps: float) -> Mean | None:
+        """Return the mean of the head's trees that followed such hopes; None if the hopes are older than `steps`."""
+        hopes, age = self._hopes.get(request, ([], 0))
+        if not hopes or age > steps:
+            return None
+        hope = round(2 * hopes[self.trees[nodes]])
+        return self._hoped.setdefault((nodes, hope), Mean(hope / 2, FIRST_MATCH))
 
     # ---- after a step ------------------------------------------------------------------------------------------------
 
@@ -246,8 +267,22 @@ class Policy:
             own = self._own.setdefault(request, {})
             if planned.verified(request)[0] == "head":
                 self._learn(own, planned.shape.nodes, len(tokens))
+                if (hoped := self._hope(request, planned.shape.nodes, math.inf)) is not None:
+                    hoped.learn(len(tokens), MATCH)
+            self._hear(request, self.says(request) if planned.shape.drafts else ())
             for nodes in own.keys() & untried:
                 own[nodes].forget(self._all[nodes].value)
+
+    def _hear(self, request: Request, chances: Sequence[float]) -> None:
+        """Note what the head said of a request's drafts, by depth; the deepest chance stands for those below."""
+        hopes, age = self._hopes.get(request, ([], 0))
+        if chances:
+            reached, hopes, age = 1.0, [1.0], -1
+            for level in range(max(self.trees.values())):
+                reached *= chances[min(level, len(chances) - 1)]
+                hopes.append(hopes[-1] + reached)
+        if hopes:
+            self._hopes[request] = hopes, age + 1
 
     def _learn(self, own: dict[int, Mean], nodes: int, tokens: int) -> None:
         """Learn how many tokens the head's tree of so many nodes emitted, in a request and over all."""

@@ -119,7 +119,8 @@ class Scheduler:
         self._updates: list[Update] = []
         self._prefilled_last = False  # whether the newest step was a prefill step
         trees = {size.nodes: size.depth for size in engine.drafter.trees}
-        self.policy = Policy(trees, options.adapts_from, engine.drafter.has_lookups, options.allows)
+        self.policy = Policy(trees, options.adapts_from, engine.drafter.has_lookups, options.allows,
+                             lambda request: engine.drafter.confidences(request.slot))  # fmt: skip
         self.restart_times()
         self._landed = 0.0  # when the last step was collected, by `perf_counter`
 

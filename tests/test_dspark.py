@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import json
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -90,6 +91,19 @@ class Slow:
         self.block, self.first, self.w = Reference(folder), first, made or heads()
         self.ids = torch.arange(VOCAB)  # the target's of the draft's
 
+    def confidence(self, h: Tensor, pair: Tensor) -> float:
+        """Return the confidence of a row's draft: h [d], its state; pair [R], what the Markov head has before it."""
+        proj = self.w["confidence_head.proj.weight"][0]
+        said = proj @ torch.cat((h, pair))[: len(proj)] + self.w["confidence_head.proj.bias"][0]
+        return 1 / (1 + math.exp(-float(said)))
+
+    @torch.inference_mode()
+    def chain_confidences(self, text: list[int], chain: list[int], rows: int) -> list[float]:
+        """Return the confidence of each draft of a chain after a text."""
+        pairs = self.w["markov_head.markov_w1.weight"][[text[-1], *chain[:-1]]]
+        states = self.block.states(text, rows)[self.first :][: len(chain)]
+        return [self.confidence(h, pair) for h, pair in zip(states, pairs, strict=True)]
+
     @torch.inference_mode()
     def tree(
         self, text: list[int], rows: int, topk: int, count: int, threshold: float = 0.0,
@@ -107,9 +121,7 @@ class Slow:
             h = states[len(path)]
             pair = self.w["markov_head.markov_w1.weight"][path[-1] if path else text[-1]]
             logits = self.block.lm_head @ h + self.w["markov_head.markov_w2.weight"] @ pair
-            proj = self.w["confidence_head.proj.weight"][0]
-            said = proj @ torch.cat((h, pair))[: len(proj)] + self.w["confidence_head.proj.bias"][0]
-            if 1 / (1 + math.exp(-float(said))) < threshold:
+            if self.confidence(h, pair) < threshold:
                 continue
             if noise is not None:  # that of the target's pick there
                 at = torch.tensor([len(text) + len(path)])
@@ -208,6 +220,19 @@ def test_smaller_trees_come_of_the_same_pass(folder: Path) -> None:
     for nodes in (4, 9):
         sized = [one for one in seen if len(one[1]) == nodes]
         assert_trees(Slow(folder, 0), sized, dict(block=5, topk=2, nodes=nodes))
+
+
+@pytest.mark.parametrize("chain", [CHAIN, dict(block=5, nodes=4)], ids=str)
+def test_the_policy_hears_how_confident_the_network_is_of_each_chain(chain: dict, folder: Path) -> None:
+    with torch.inference_mode():
+        scheduler = build(MODEL, DSparkDrafter(load_dspark(folder), **chain))
+    seen, heard, says, slow = record(scheduler), defaultdict(list), scheduler.policy.says, Slow(folder, 0)
+    scheduler.policy.says = lambda r: heard[r].append(says(r)) or heard[r][-1]
+    requests = mixed_requests(max_new_tokens=6)
+    run(scheduler, requests)
+    assert scheduler.policy.says and sum(map(len, heard.values())) == len(seen) > 8
+    for text, tokens, _, r in seen:
+        assert heard[r].pop(0) == pytest.approx(slow.chain_confidences(text, tokens[1:], 5), abs=1e-4)
 
 
 # ---- faults, each of which a comparison sees ----------------------------------------------------------------------
@@ -494,6 +519,7 @@ def test_flags_give_the_block_and_the_tree(
         if flags == {"lookup": False} and path == masked:
             continue  # its five rows are four drafts
         drafter = made(path, **flags)
+        drafter = getattr(drafter, "head", drafter)
         assert (drafter.topk, drafter.nodes, drafter.block) == (*shape, block)
 
 
@@ -541,4 +567,3 @@ def test_an_eagle_or_dflash_flag_names_the_right_one(folder: Path) -> None:
     for read in ({}, {"read": read_dflash}):
         with pytest.raises(ModelError, match="give --speculative-algorithm DSPARK"):
             load_head(folder, MODEL, **read)
-        drafter = getattr(drafter, "head", drafter)

@@ -151,6 +151,27 @@ def test_a_request_has_a_record_of_its_own_that_begins_with_that_of_all() -> Non
     assert 1.7 < policy.expected(new, None, SIX) < 2.4, "who wants no drafts says nothing of them"
 
 
+def shares_of_trees(tells: bool) -> list[float]:
+    """Return which share of steps has trees where texts are easy, and where they are hard, in stretches of 25 steps.
+
+    tells: whether the head knows where that is, though it finds every draft half as likely as it is.
+    """
+    world, requests, taken = World(FLAT, 0.0), some(1), {0.9: list[int](), 0.02: list[int]()}
+    if tells:
+        world.policy.says = lambda request: [world.chance / 2] * 2
+    for _ in range(40):
+        for world.chance, steps in taken.items():
+            steps += world.steps(25, requests=requests)
+    return [sum(nodes > 1 for nodes in steps[500:]) / 500 for steps in taken.values()]
+
+
+def test_a_head_that_says_where_texts_are_hard_drafts_there_seldom() -> None:
+    easy, hard = shares_of_trees(tells=True)
+    assert easy > 0.7 and hard < 0.3, (easy, hard)
+    easy, hard = shares_of_trees(tells=False)
+    assert abs(easy - hard) < 0.2, (easy, hard)
+
+
 def test_a_request_that_wants_no_drafts_is_plain_alone_and_does_not_count_beside_others() -> None:
     policy, (wants, not_) = Policy(TREES, adapts_from=8), some(2)
     not_.undrafted = True

@@ -81,9 +81,9 @@ LINES = {  # what is done instead -> flags; a whole clause, as it follows "--fla
     "of windows for drafters there is --speculative-draft-window-size, for DFLASH": "--speculative-draft-sink-size",
     "a request verifies the tree of the longest match, a corpus's or another":
         "--speculative-ngram-external-sam-budget",
-    "what a step costs is measured in the steps themselves, and a step's trees have one size": """
+    "what a step costs is measured in the steps themselves, and a step's trees have one of two sizes": """
         --speculative-dspark-sps-table-path --speculative-dspark-align-verify-tokens-to-graph-tier""",
-    "a confidence is compared with --speculative-dspark-confidence-threshold as the head gives it":
+    "confidences choose the size of trees by what trees gave that followed such confidences in the steps themselves":
         "--speculative-dspark-confidence-sts-path",
     "it belongs to a method that is not served": "--speculative-domino-candidate-pool-size --spec-trace-dir",
     "a step that raises answers its requests with an error, and one that hangs ends at --watchdog-timeout":
@@ -238,7 +238,7 @@ VARIABLES = {  # -> what holds here, whether the variable is set or not
     GREEDY: "with NGRAM every request's temperature counts as 0, and a line says so; without it sampled requests are "
         "verified exactly",
     "SGLANG_RAGGED_VERIFY_MODE":
-        "the trees of a step have one size, in which drafts below DSPARK's confidence threshold are padding",
+        "the trees of a step have one size, which follows DSPARK's confidences; drafts below the threshold are padding",
     "SGLANG_SIMULATE_ACC_LEN": "--simulate-acc-len simulates acceptance",
     "SGLANG_SIMULATE_ACC_METHOD": "--simulate-acc-len draws the floor or the ceiling of its number",
     "SGLANG_RETURN_ORIGINAL_LOGPROB":

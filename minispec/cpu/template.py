@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from minispec.operators import operator
 
 PAIR = 2  # inputs whose weights lie side by side: the instructions multiply pairs of bfloat16
-KNOWN = "2.13."  # a release of PyTorch that has all of the names
+KNOWN = ("2.11.", "2.12.", "2.13.")  # releases of PyTorch that have all of the names
 ROWS, INPUTS = 32, 32  # of a register block; its columns differ by processor
 
 
@@ -180,5 +180,5 @@ def _lower() -> None:
             num_threads=parallel_num_threads(), register_blocking=blocking, beta=1, alpha=1, has_bias=False,
             epilogue_creator=None, should_block_weights=True, name="blocked_linear",
         ).maybe_append_choice(choices)  # fmt: skip
-        node, _ = autotune_select_algorithm("blocked_linear", choices, [x, weight], layout)
-        return node
+        chosen = autotune_select_algorithm("blocked_linear", choices, [x, weight], layout)
+        return chosen[0] if isinstance(chosen, tuple) else chosen  # PyTorch 2.11 returns the node alone

@@ -11,8 +11,10 @@ search from the root.
 
 Python objects would cost too much memory, so a node is one index into a few integer arrays that grow with the nodes.
 Linear hashing (Litwin, 1980) finds the child for a token. It splits one bucket per new node, so no step rehashes the
-whole table. Drafting several branches at once from a trie comes from Lookahead (Zhao et al., arXiv 2312.12728). The
-rules by which branches are chosen are those of SGLang's NGRAM.
+whole table. There are two generations of the trie. When the newer one has half of the capacity, it becomes the older
+one, which is only read, and the one that was older goes: no node needs to know when it was last used. Drafting several
+branches at once from a trie comes from Lookahead (Zhao et al., arXiv 2312.12728). The rules by which branches are
+chosen are those of SGLang's NGRAM.
 
 A token takes 60 microseconds to index. So lookups may be limited to a share of the time, beside a head and on a CPU.
 Then a dictionary (`Echo`; Saxena, prompt-lookup-decoding, 2023) looks each request's own text up, within a microsecond
@@ -28,7 +30,7 @@ import math
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from minispec.corpora import DEPTH, Corpora
@@ -37,13 +39,12 @@ from minispec.request import Hints
 
 INDEX_PER_STEP = 256  # how many tokens of the line are indexed between two drafts; this takes Python about 15 ms
 KEPT_AFTER_RELEASE = 65_536  # how many tokens of ended requests may still wait to be indexed
-CROWDED = 64  # for a node with more children than this the likeliest ones are cached, since a search would be slow
-
+CROWDED = 64  # so many children of a node, the newest ones, are searched for the likeliest
 SHARE = 0.01  # the share of the time between two drafts that limited lookups may take, indexing included
 LONGEST_STEP = 0.1  # seconds; if two drafts are further apart, the rest was idle time, which earns no share
 KEYS = (3, 2)  # how many of the last tokens an `Echo` must match: first three are tried, then two
 
-ROOT = 0  # the empty path. No child, leaf or bucket entry is ever the root, so 0 also means "no node" in every link
+ROOT = 0  # the empty path. No child or bucket entry is ever the root, so 0 also means "no node" in every link
 MOST = 2**31 - 1  # the largest capacity
 
 
@@ -61,7 +62,7 @@ class NgramOptions:
     max_breadth: int = 10  # BFS: about how many after one of min_match tokens; PROB: the most children of a node
     match_type: str = "BFS"  # continuations are chosen by recency (BFS) or by frequency (PROB)
     branch_length: int = 18  # how many tokens the longest path has
-    capacity: int = 10_000_000  # the most nodes of the trie, root included
+    capacity: int = 10_000_000  # the most nodes of both generations of the trie, roots included
     nodes: int = 12  # N, the nodes of a draft, root included
 
     def __post_init__(self) -> None:
@@ -74,35 +75,23 @@ class NgramOptions:
 
 
 class Trie:
-    """Paths of tokens with their counts, in at most `capacity` nodes. A trie knows nothing of requests.
+    """Paths of tokens with their counts. A trie knows nothing of requests, and only grows.
 
     `extend` returns the open paths of a text, which the caller keeps: entry w - 1 is the node of the suffix of length
-    w, or 0 if there is none. These nodes are pinned, and so not evicted, until the list is given to `extend` or
-    `close`. A full trie evicts the least recently used leaf without a pin. If the leaf's parent has no other child and
-    no pin, the parent is evicted next, so that a stale path goes as a whole. If every leaf is pinned, no node can be
-    added, and the open path that needs one gets the entry 0.
+    w, or 0 if there is none.
     """
 
     def __init__(self, options: NgramOptions) -> None:
         self.options = options
-        self.clear()
-
-    def clear(self) -> None:
-        """Empty the trie. Open paths that were returned before must not be used after this."""
         fresh = lambda: array("i", [0])  # noqa: E731  the root's entry
         self._token, self._parent = fresh(), fresh()
         self._count = array("q", [0])  # how many times the path occurred; in 32 bits it could overflow within days
-        self._pins = fresh()  # how many open paths end at the node
         # The children of a node are a list, newest first: the node's first child, and each child's two neighbours.
         self._first, self._next, self._previous = fresh(), fresh(), fresh()
-        # The root and the leaves without pins are a ring. The oldest leaf is _newer[ROOT], the newest is _older[ROOT].
-        self._newer, self._older = fresh(), fresh()
         # A hash table (parent, token) -> node with as many buckets as nodes; a bucket's nodes are chained.
         self._bucket, self._chain = fresh(), fresh()
         self._mask = 0
-        self._by_node = (self._token, self._parent, self._count, self._pins, self._first, self._next, self._previous,
-                         self._newer, self._older, self._chain)  # fmt: skip
-        self._likeliest: dict[int, list[int]] = {}  # the likeliest children of CROWDED parents, cached
+        self._by_node = (self._token, self._parent, self._count, self._first, self._next, self._previous, self._chain)
 
     def __len__(self) -> int:
         return len(self._token)
@@ -112,58 +101,28 @@ class Trie:
     def extend(self, path: Sequence[int], token: int, count: bool = True) -> list[int]:
         """Insert every stretch that ends with `token`, the next token of the text with the open paths `path`.
 
-        Returns the text's new open paths; `path` must not be used after this. If the stretches were counted before,
-        pass `count` as False: then nodes that are still in the trie keep their count.
+        Returns the text's new open paths. If the stretches were counted before, pass `count` as False: then nodes that
+        are in the trie already keep their count.
         """
-        grown = [self._descend(ROOT, token, count)]
-        for node in path[: self.options.branch_length - 1]:
-            grown.append(self._descend(node, token, count) if node else 0)
-        self.close(path)
-        return grown
-
-    def close(self, path: Iterable[int]) -> None:
-        """Take one pin from the node of each open path; the nodes stay in the trie until they are evicted."""
-        for node in path:
-            if node:
-                self._pins[node] -= 1
-                if not self._pins[node] and not self._first[node]:
-                    self._queue(node, self._older[ROOT])
+        return [self._descend(node, token, count) for node in (ROOT, *path[: self.options.branch_length - 1])]
 
     def _descend(self, parent: int, token: int, count: bool) -> int:
-        """Find or create the child for `token`, count it, pin it and make it the newest sibling.
-
-        Returns the child, or 0 if the trie is full. The parent is the root or pinned, so it cannot be evicted for the
-        new node.
-        """
+        """Find or create the child for `token`, count it, and make it the newest sibling."""
         child = self.find(parent, token)
         if not child:
-            child = self._create(parent, token)
-            if not child:
-                return 0
-            count = True
-        elif not self._pins[child] and not self._first[child]:
-            self._dequeue(child)
-        self._pins[child] += 1
+            child, count = self._create(parent, token), True
         self._to_front(parent, child)
-        if count:
-            self._count[child] += 1
-            if parent in self._likeliest:
-                self._rerank(parent, child)
+        self._count[child] += count
         return child
 
     def _create(self, parent: int, token: int) -> int:
-        """Return a new node, hashed but not yet among its siblings; 0 if the trie is full and every leaf is pinned."""
-        node = len(self._token)
-        if node < self.options.capacity:
-            for entries in self._by_node:
-                entries.append(0)
-        elif not (node := self._evict()):
-            return 0
-        self._token[node], self._parent[node], self._count[node] = token, parent, 0
-        bucket = self._home(parent, token)
+        """Return a new node, hashed but not yet among its siblings."""
+        node, bucket = len(self), self._home(parent, token)
+        for entries in self._by_node:
+            entries.append(0)
+        self._token[node], self._parent[node] = token, parent
         self._chain[node], self._bucket[bucket] = self._bucket[bucket], node
-        if len(self._bucket) < len(self._token):
-            self._split()
+        self._split()
         return node
 
     def _to_front(self, parent: int, child: int) -> None:
@@ -180,42 +139,6 @@ class Trie:
         if first:
             self._previous[first] = child
         self._first[parent] = child
-
-    # ---- eviction
-
-    def _evict(self) -> int:
-        """Forget the least recently used leaf without a pin, and return its index for reuse; 0 if there is none."""
-        node = self._newer[ROOT]
-        if not node:
-            return 0
-        self._dequeue(node)
-        parent, before, after = self._parent[node], self._previous[node], self._next[node]
-        if before:
-            self._next[before] = after
-        else:
-            self._first[parent] = after
-        if after:
-            self._previous[after] = before
-        self._previous[node] = self._next[node] = 0
-        self._unhash(node)
-        if node in self._likeliest.get(parent, ()):
-            del self._likeliest[parent]  # which child takes the free place is not known; `likeliest` searches again
-        if parent and not self._first[parent] and not self._pins[parent]:
-            self._queue(parent, ROOT)
-        return node
-
-    def _queue(self, node: int, older: int) -> None:
-        """Put `node` into the ring, as the next newer one after `older`.
-
-        A node that is put after ROOT is evicted next. A node that is put after _older[ROOT] is evicted last.
-        """
-        newer = self._newer[older]
-        self._older[node], self._newer[node] = older, newer
-        self._newer[older] = self._older[newer] = node
-
-    def _dequeue(self, node: int) -> None:
-        older, newer = self._older[node], self._newer[node]
-        self._newer[older], self._older[newer] = newer, older
 
     # ---- children by token: linear hashing
 
@@ -244,24 +167,12 @@ class Trie:
             self._chain[node], self._bucket[home] = self._bucket[home], node
             node = after
 
-    def _unhash(self, node: int) -> None:
-        """Take `node` out of its bucket."""
-        bucket = self._home(self._parent[node], self._token[node])
-        at = self._bucket[bucket]
-        if at == node:
-            self._bucket[bucket] = self._chain[node]
-            return
-        while self._chain[at] != node:
-            at = self._chain[at]
-        self._chain[at] = self._chain[node]
-
     # ---- matching and selection
 
     def locate(self, tokens: Sequence[int]) -> list[int]:
         """Return the open paths after `tokens`, as `extend` would, but change nothing; 0 where there is no node.
 
-        The trie holds the suffixes of every stretch that it holds. So if one suffix is missing, all longer ones are
-        missing too.
+        The trie holds the suffixes of every stretch that it holds. So if one suffix is missing, all longer ones are.
         """
         path = [0] * len(tokens)
         for length in range(1, len(tokens) + 1):
@@ -323,29 +234,13 @@ class Trie:
             open_node(tree.add(parent, of), node, depth + 1, -negative)
 
     def likeliest(self, parent: int) -> list[int]:
-        """Return the `max_breadth` most frequent children, ties by token id; all if there are fewer."""
-        if parent in self._likeliest:
-            return self._likeliest[parent]
-        children, child = [], self._first[parent]
-        while child:
+        """Return the `max_breadth` most frequent children of the newest ones, ties by token id."""
+        children: list[int] = []
+        child, most = self._first[parent], self.options.max_breadth
+        while child and len(children) < max(CROWDED, most):
             children.append(child)
             child = self._next[child]
-        best = heapq.nsmallest(self.options.max_breadth, children, key=self._rank)
-        if len(children) > max(CROWDED, len(best)):
-            self._likeliest[parent] = best
-        return best
-
-    def _rerank(self, parent: int, child: int) -> None:
-        """Correct the cached likeliest children of `parent` after only `child` became more frequent."""
-        best = self._likeliest[parent]
-        if child not in best:
-            if self._rank(child) > self._rank(best[-1]):
-                return
-            best[-1] = child
-        best.sort(key=self._rank)
-
-    def _rank(self, node: int) -> tuple[int, int]:
-        return -self._count[node], self._token[node]
+        return heapq.nsmallest(most, children, key=lambda node: (-self._count[node], self._token[node]))
 
 
 class _Growth:
@@ -405,6 +300,10 @@ class Echo:
         return Draft([after[-1], *tokens], list(range(-1, len(tokens))), match, "lookup")
 
 
+def _longer(first: Draft, second: Draft) -> Draft:
+    return second if second.match_length > first.match_length else first
+
+
 @dataclass(eq=False)
 class _Text:
     """A request's text as the drafter sees it."""
@@ -422,7 +321,7 @@ class _Text:
 
 
 class NgramDrafter(HostDrafter):
-    """The drafter over one shared trie; per slot it keeps the newest tokens, open paths and tokens to be indexed.
+    """The drafter over one shared trie.
 
     Output is indexed as it is committed, and prompts wait in line: a step indexes at most INDEX_PER_STEP of their
     tokens, first come first served. If lookups are `limited`, all tokens wait in line until there is time. Until the
@@ -440,7 +339,7 @@ class NgramDrafter(HostDrafter):
         """limited: whether lookups take at most SHARE of the time, and each request's own text is looked up first."""
         self.options, self.limited, self.nodes = options, limited, options.nodes
         self.depth = min(options.nodes - 1, options.branch_length - options.min_match)
-        self.trie, self.corpora = Trie(options), Corpora()
+        self.trie, self.older, self.corpora = Trie(options), Trie(options), Corpora()
         self._texts: dict[int, _Text] = {}  # by slot
         self._line: deque[_Text] = deque()  # the texts that have tokens waiting
         self._began = time.perf_counter()  # when `draft` was last called
@@ -460,20 +359,21 @@ class NgramDrafter(HostDrafter):
     def _draft(self, slot: int, text: _Text) -> Draft:
         """Return the tree of the longest match."""
         text.drafted, root, o = True, text.newest[-1], self.options
-        best = NOTHING
+        newest, best = text.newest[-o.max_match :], Draft([root], [-1])
         for echo, after in ((text.expected, text.newest), (text.own, text.own.text if text.own else [])):
             if echo is not None:
-                found = echo.draft(after, o.nodes, o.max_match, o.min_match)
-                best = found if found.match > best.match else best
-        if best.match < o.max_match or not self.limited:
-            newest = text.newest[-o.max_match :]
-            found = self.trie.draft(self.trie.locate(newest) if text.waiting else text.path, root)
-            best = best if best.match and best.match >= found.match_length else found
-            tokens, match = self.corpora.follow(slot, text.newest, self.nodes - 1, DEPTH)
-            if tokens and match > best.match_length:
-                match = min(match, o.max_match)  # longer ones are one class
-                best = Draft([root, *tokens], list(range(-1, len(tokens))), match, "lookup", corpus=True)
-        return best
+                best = _longer(best, echo.draft(after, o.nodes, o.max_match, o.min_match))
+        if best.match_length == o.max_match and self.limited:
+            return best
+        followed = not text.waiting and len(text.path) >= len(newest)  # or `path` lacks what is looked up
+        for trie in () if text.private else (self.trie, self.older):
+            path = text.path if followed and trie is self.trie else trie.locate(newest)
+            best = _longer(best, trie.draft(path, root))
+        tokens, match = self.corpora.follow(slot, text.newest, self.nodes - 1, DEPTH)
+        if not tokens or match <= best.match_length:
+            return best
+        match = min(match, o.max_match)  # longer ones are one class
+        return Draft([root, *tokens], list(range(-1, len(tokens))), match, "lookup", corpus=True)
 
     def _text(self, slot: int) -> _Text:
         return self._texts.setdefault(slot, _Text(Echo() if self.limited else None))
@@ -507,7 +407,7 @@ class NgramDrafter(HostDrafter):
             text.own.extend(tokens)
         if text.drafted and not (text.waiting or again or self.limited or text.private):
             for token in tokens:
-                text.path = self.trie.extend(text.path, token)
+                self._index(text, token)
         elif not text.private:
             text.replayed += len(tokens) if again else 0
             if not text.waiting:
@@ -515,35 +415,39 @@ class NgramDrafter(HostDrafter):
             text.waiting.extend(tokens)
         self._debt += time.perf_counter() - started
 
+    def _index(self, text: _Text, token: int, count: bool = True) -> None:
+        """Index the next token of a text, in a new generation of the trie if this one has no room for its nodes."""
+        o, size = self.options, len(self.trie)
+        half = max(o.capacity // 2, o.branch_length + 1)
+        if size + o.branch_length > half:
+            self.trie, self.older = Trie(o), self.trie if size + half <= o.capacity else Trie(o)
+            for one in (*self._texts.values(), *self._line):
+                one.path = []
+        text.path = self.trie.extend(text.path, token, count)
+
     def tick(self, until: float = math.inf) -> None:
         """Index at most INDEX_PER_STEP waiting tokens, and stop at the time `until`, by `perf_counter`."""
         for _ in range(INDEX_PER_STEP):
             if not self._line or time.perf_counter() >= until:
                 return
             text = self._line[0]
-            text.path = self.trie.extend(text.path, text.waiting.popleft(), count=not text.replayed)
+            self._index(text, text.waiting.popleft(), count=not text.replayed)
             text.replayed = max(0, text.replayed - 1)
             if not text.waiting:
                 self._line.popleft()
-                if text.released:
-                    self.trie.close(text.path)
 
     def release(self, slot: int) -> None:
         """Forget a slot whose request ended or was retracted; its text stays in the trie."""
         self.corpora.release(slot)
         text = self._texts.pop(slot, None)
-        if text is None:
-            return
-        text.released = True
-        if text.waiting:
-            if sum(len(text.waiting) for text in self._line if text.released) <= KEPT_AFTER_RELEASE:
-                return
-            self._line.remove(text)
-        self.trie.close(text.path)
+        if text is not None and text.waiting:
+            text.released = True
+            if sum(len(text.waiting) for text in self._line if text.released) > KEPT_AFTER_RELEASE:
+                self._line.remove(text)
 
     def clear(self) -> None:
         """Empty the trie and the line. Texts in slots stay; only the tokens that they get after this are indexed."""
-        self.trie.clear()
+        self.trie, self.older = Trie(self.options), Trie(self.options)
         self._line.clear()
         for text in self._texts.values():
             text.path, text.waiting, text.replayed = [], deque(), 0

@@ -6,8 +6,8 @@ drafter takes the accepted paths in.
 
 A slot is the place of a running request in all tables. `launch(slots)` runs one decode step. `prefill(chunks)` runs one
 step over known tokens, such as prompts. Both return a `Pending`, and `collect(pending)` waits for the tokens emitted.
-Until `collect`, the host waits for no value of the device, unless a request has a grammar: its masks need the trees on
-the host (`asked/steps.py`). So the next step can be launched before this one is collected.
+Until `collect`, the host waits for no value of the device, unless a request asks for more than tokens (`seams.py`). So
+the next step can be launched before this one is collected.
 
 The one idea: a step has static shapes. The batch is padded to one of a few sizes B (slot 0 is padding), a tree to N
 nodes (-1 is padding), a prompt chunk to whole query blocks (a fixed number of tokens, `attention.py`). So each shape
@@ -88,22 +88,16 @@ class Pending:
         return self.asked is None or self.asked.timed
 
 
+# Accepted paths: the fields of `Committed` (`drafter.py`) from `tokens` to `ends`, with T = A.
+Path = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]
+
+
 class Read(NamedTuple):
     """What the target computes from the known tokens of a prefill step."""
 
     hidden: Tensor  # [T, d], the normed last hidden states
     features: Tensor | None  # [1, T, F], which the drafter takes in; None: it reads no features
     positions: Tensor  # [1, T] int64
-
-
-class Path(NamedTuple):
-    """Accepted paths. The fields are fields of `Committed` (`drafter.py`), with the same names and order."""
-
-    tokens: Tensor  # [B, A] int64
-    following: Tensor  # [B, A] int64
-    positions: Tensor  # [B, A] int64
-    features: Tensor | None  # [B, A, F]
-    ends: Tensor  # [B] int64
 
 
 class Engine:
@@ -391,11 +385,12 @@ class Engine:
         """Give the accepted paths to a drafter on the device, or to its backlog if the step did not run the drafter."""
         if path is None:
             return
-        if self.late.keeps(buffers):
-            self.late.keep(buffers.slots, path.positions, path.tokens, path.features)
-            return
         assert buffers.paths is not None
-        self.drafter.commit(Committed(buffers.slots, *path, buffers.paths, prefill=False))
+        new = Committed(buffers.slots, *path, buffers.paths, prefill=False)
+        if self.late.keeps(buffers):
+            self.late.keep(new.slots, new.positions, new.tokens, new.features)
+        else:
+            self.drafter.commit(new)
 
     def _path(
         self, buffers: DecodeBuffers, lens: Tensor, verdict: Verdict, tokens: Tensor, features: Tensor | None
@@ -409,7 +404,7 @@ class Engine:
         if features is not None:
             features = features.gather(1, verdict.path[..., None].expand(-1, -1, features.shape[-1]))
         ends = torch.arange(batch, device=self.device) * most + verdict.count - 1
-        return Path(tokens.gather(1, verdict.path), verdict.emitted, lens[:, None] + step, features, ends)
+        return tokens.gather(1, verdict.path), verdict.emitted, lens[:, None] + step, features, ends
 
     def _most(self, nodes: int) -> int:
         """Return A, the most tokens that a step with trees of this many nodes emits for a request."""

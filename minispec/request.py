@@ -340,11 +340,6 @@ class Request:
         return self.prompt_ids + self.output_ids
 
     @property
-    def has_grammar(self) -> bool:
-        """Whether its next step needs the last step's tokens on the host: a grammar's mask depends on all tokens."""
-        return self.params.grammar is not None
-
-    @property
     def cacheable(self) -> int:
         """How many rows of its text may come from a prefix cache.
 

@@ -284,7 +284,7 @@ class Scheduler:
 
     def _launch(self) -> Flight | None:
         """Launch the next step; None if there is nothing to do before the flight lands."""
-        if any(request.has_grammar for request in self.running):
+        if self.engine.asked.reads_text([request.slot for request in self.running]):
             self._land_flight()
         decoding = [request for request in self.running if self._goes_on(request)]
         self._prefilled_last = bool(self.prefilling and not (decoding and self._prefilled_last))

@@ -56,6 +56,10 @@ class Asked:
         """Return whether a step over these slots is slower because of its answers."""
         return False
 
+    def reads_text(self, slots: Sequence[int]) -> bool:
+        """Return whether a step over these slots needs the last step's tokens on the host before its launch."""
+        return False
+
     def decode(self, step: DecodeBuffers, slots: Sequence[int]) -> AskedStep | None:
         """Return the decode step that answers the requests in these slots; None if none asks."""
 

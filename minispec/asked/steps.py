@@ -75,6 +75,10 @@ class Asking(Asked):
         asking = [self.requests[slot].params for slot in slots if slot in self.requests]
         return any(params.logprobs is not None or params.grammar is not None for params in asking)
 
+    def reads_text(self, slots: Sequence[int]) -> bool:
+        """Return whether one of these slots has a grammar, whose masks depend on all earlier tokens."""
+        return any(self.requests[slot].params.grammar is not None for slot in slots if slot in self.requests)
+
     def decode(self, step: DecodeBuffers, slots: Sequence[int]) -> AskedStep | None:
         """Return the decode step that answers the requests in these slots; None if none asks."""
         asking = {row: self.requests[slot] for row, slot in enumerate(slots) if slot in self.requests}

@@ -9,19 +9,13 @@ decode and prefill. H is the number of attention heads and D their size:
     row:   0 ......... starts | 0 1 2 3  <- nodes, at rows starts + 0..W-1
     node 2 sees all of this ->  x . x .  <- visible[i, 2]
 
-In layers with a sliding window a query sees only the newest tokens of its text: itself and those just before it. Such
-layers attend under a part of the plan that hides the other rows (`Plan.within`). So each kind of attention below needs
-little code for windows. The deeper a drafted node, the fewer old rows it sees: just those that a token at its position
-sees in plain decoding.
-
-There are four kinds of attention:
+Layers with a sliding window attend under a part of the plan, which hides all but the newest tokens of a query's text
+(`Plan.within`). So the kinds of attention need little code for windows:
 
   PagedFlex    uses FlexAttention (arXiv 2412.05496) over the whole pool through a block mask; compiled, on CUDA
   PagedGather  computes the same without FlexAttention, on a CPU and in eager steps (`cpu/gather.py`)
   PagedChains  computes the same on a CPU with sums of one order, whatever the step (`cpu/rowwise.py`)
   Causal       has no cache; it serves training, and tests as the independent reference
-
-A plan is allocated once per shape and refilled in place, like the rest of a step's tensors (`buffers.py`).
 
 Read next: `drafter.py`, which proposes the trees; `engine.py`, which fills a plan and runs the model on it.
 """
@@ -82,7 +76,7 @@ class Plan:
     """The static tensors of one step: whose rows each query block reads, what each node sees, where new rows go.
 
     The queries are [batch, H, T, D], with T = blocks * width. There are r = batch * blocks query blocks of W = width
-    nodes.
+    nodes. A plan is allocated once per shape and refilled in place.
 
     slots   [r] int64          the slot of each block
     starts  [r] int64          the first row of each block's window
@@ -140,7 +134,7 @@ class Plan:
     def within(self, sliding: int) -> Plan:
         """Return a part of this plan, for layers in which a token sees only the last `sliding` tokens, itself included.
 
-        The part shares this plan's tensors that do not depend on `sliding`, and is filled whenever this plan is.
+        It shares the tensors that do not depend on `sliding`, and is filled whenever this plan is.
         """
         part = Plan(self.kv, self.batch, self.blocks, self.width, self.window, prompts=self.prompts)
         part.slots, part.starts, part.rows, part.ends = self.slots, self.starts, self.rows, self.ends
@@ -313,7 +307,7 @@ class FlexLayer(Key):
         return self.plan.blocks == 1 and rows <= QUERY_BLOCK
 
     def _block_mask(self, query_rows: int) -> BlockMask:
-        """Wrap the plan's lists in a BlockMask; this takes microseconds, since the tensors exist already."""
+        """Wrap the plan's lists in a BlockMask."""
         plan, page_size = self.plan, self.plan.kv.page_size
         return BlockMask(
             seq_lengths=(query_rows, self.keys.shape[2]),

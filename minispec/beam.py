@@ -14,9 +14,8 @@ committed rows, and are overwritten later (scratch):
     row   0 ... lens-1 | lens .. lens+K-1 | lens+K .. lens+2K-1 | ...
           committed      first frontier     second frontier          each node sees the committed rows and its ancestors
 
-The noise of the target's picks (`sampling.py`) is known before the target runs. Coupling adds it to the head's logits
-too (arXiv 2408.07978), so two models that agree on the logits also agree on the pick. The head ignores penalties and
-filters. This is safe, since verification alone makes the output exact.
+The noise of the target's picks (`sampling.py`) is known before the target runs. `couple` adds it to the head's logits
+too (arXiv 2408.07978), so two models that agree on the logits agree on the pick. Penalties and filters are ignored.
 
 Read next: `eagle.py` for the heads, `standalone.py` for a draft model in place of a head, `engine.py` for the calls.
 """
@@ -70,7 +69,7 @@ class Inputs(NamedTuple):
 
 
 def candidate_count(rounds: int, topk: int) -> int:
-    """Return the number of candidates of S = `rounds` rounds with K = `topk` branches."""
+    """Return how many candidates S rounds of K branches propose."""
     return topk + (rounds - 1) * topk * topk
 
 
@@ -108,10 +107,9 @@ def couple(logits: Tensor, batch: Batch, positions: Tensor, token_map: Tensor | 
     """Return the logits [B, K, Vd], with the noise of the target's picks for sampled requests.
 
     positions [B, K] or [B, 1] int64: the positions of the tokens that the logits predict. token_map: [Vd], the target's
-    id for each draft id; None: the same ids. For a sampled request the result is logits / T + noise, up to a constant
-    that softmax ignores. The softmax of the result scores the children. Suppose that the target's logits / T are
-    the head's plus independent standard Gumbel errors. Then, once the noise is known, the target picks each child with
-    the probability that this softmax gives.
+    id for each draft id; None: the same ids. For a sampled request the result is logits / T + noise, up to a constant.
+    Its softmax scores the children: given the noise, it is the probability that the target picks each child, if the
+    target's logits / T are the head's plus independent standard Gumbel errors.
     """
     if batch.temperature is None or batch.seed is None:
         return logits

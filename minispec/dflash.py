@@ -9,16 +9,15 @@ places:
     predicts                 |    -   lens+1  lens+2  lens+3        each mask row predicts the token at its own position
 
 A context row holds keys and values that come from the target's features (hidden states) alone: in layer l they are the
-projections of c = hidden_norm(fc features). They need no query, no attention and no MLP, and no later token changes
-them. So `commit` writes them once for each committed token. The row of the bonus is no context row yet, since the
-target has not read the bonus. Block rows are scratch: the next `commit` writes over them.
+projections of c = hidden_norm(fc features). So `commit` writes them once for each committed token. The row of the bonus
+is no context row yet, since the target has not read the bonus. Block rows are scratch: the next `commit` writes over
+them.
 
-Attention within the block is bidirectional: each row sees all rows of the block, unless the checkpoint says that
-attention is causal. Row j can infer which tokens are likely in row j - 1, but not which one is picked there. So a row
-has the same logits for all paths of a tree, and the probability of a path is the product of its tokens' probabilities.
-A chain takes the likeliest token of each row. A tree has, besides its root, a node for each of the N - 1 likeliest
-paths of all lengths: the last token of the path (DDTree, arXiv 2604.12989). A path is never likelier than its
-beginning, so its beginning is among these paths too, and the nodes form a tree.
+Each row sees all rows of the block, unless the checkpoint says that attention is causal. Row j can infer which tokens
+are likely in row j - 1, but not which one is picked there. So a row has the same logits for all paths of a tree, and
+the probability of a path is the product of its tokens' probabilities. A tree has, besides its root, a node for each of
+the N - 1 likeliest paths of all lengths: the last token of the path (DDTree, arXiv 2604.12989). A path is never
+likelier than its beginning, so its beginning is among these paths too, and the nodes form a tree.
 
 Paper: DFlash, arXiv 2602.06036. Letters: B is the number of requests, S the rows of a block, N the nodes of a tree, K
 the tokens that a tree may take from a row, F the width of the features, d the hidden size, Vd the number of tokens that

@@ -1,16 +1,14 @@
 """EAGLE-2 and EAGLE-3 heads: one decoder layer that drafts from the target's hidden states.
 
-A separate draft model must compute the whole text again. A head starts from features instead: hidden states of the
-target, read at the layers that the head's taps name. At position i the head joins the features of token i with the
-embedding of token i + 1, which the target has picked already. The head's output at i is a state, from which it predicts
-token i + 2. To draft further, the head reads this state in place of the features, and its own draft in place of the
-target's token.
+A head starts from features: hidden states of the target, read at the layers that the head's taps name. At position i
+the head joins the features of token i with the embedding of token i + 1, which the target has picked already. The
+head's output at i is a state, from which it predicts token i + 2. To draft further, the head reads this state in place
+of the features, and its own draft in place of the target's token.
 
 `forward(embedding, state) -> state` is one round of drafting. A state has H numbers, the head's hidden size. A head
-knows nothing of trees or pages, so the same module is trained and served. The heads differ in three things: how the
-first state is made (`fuse`), how token and state are joined, and whose LM head reads the result (`logits`). In the
-formulas emb is the token's embedding, [x; y] joins vectors, f and g are states, and f' and g' the states of the next
-round. The first f is the features themselves. The first g is made of three streams (low, mid, high), one from each tap.
+knows nothing of trees or pages, so the same module is trained and served. In the formulas emb is the token's embedding,
+[x; y] joins vectors, f and g are states, and f' and g' the states of the next round. The first f is the features
+themselves. The first g is made of three streams (low, mid, high), one from each tap.
 
     EAGLE-2   u = fc[emb; f]           a = u + attn(u)                  logits = target's LM head(a)   f' = a
     EAGLE-3   g = fc[low; mid; high]   a = g + attn[norm emb; norm g]   logits = own LM head(norm a)   g' = a
@@ -28,18 +26,8 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from minispec.model import (
-    FINAL,
-    Block,
-    LayerAttend,
-    Model,
-    ModelConfig,
-    RMSNorm,
-    Rope,
-    Uninitialised,
-    rope_factor,
-    rope_frequencies,
-)
+from minispec.model import FINAL, Block, LayerAttend, Model, RMSNorm, Rope, Uninitialised, rope_factor, rope_frequencies
+from minispec.model_config import ModelConfig
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,8 +1,7 @@
 """A mixture of experts: many small MLPs side by side; a router picks the few that each token goes through.
 
-The router is a matrix with a row for each expert. Its scores become probabilities in fp32; the K likeliest experts are
-chosen, and their outputs are added up, weighted by their probabilities. With `norm_topk_prob` the K weights are divided
-by their sum. A token reads K of E experts, and its result depends on no other token.
+The router is a matrix with a row for each expert. With `norm_topk_prob` the weights p are divided by their sum. A token
+reads K of E experts, and its result depends on no other token.
 
     chosen, p = top K of softmax(router(x))     out = sum of p_i * down_i(silu(gate_i(x)) * up_i(x)) over the chosen
 

@@ -64,14 +64,10 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
     if scaling["rope_type"] == "yarn":
         ramp = _yarn_ramp(config.head_dim, config.rope_theta, scaling)
         return 1.0 / (scaling["factor"] * config.rope_theta**exponent) * (1 - ramp) + frequency * ramp
-    low, high, original = (
-        scaling["low_freq_factor"],
-        scaling["high_freq_factor"],
-        scaling["original_max_position_embeddings"],
-    )
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     # The order of operations is that of transformers: a difference in the last bit becomes 1e-4 in the logits of a
     # model with sharp attention after 300 tokens.
-    turns = original / (2 * math.pi / frequency)
+    turns = scaling["original_max_position_embeddings"] / (2 * math.pi / frequency)
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - keep) * frequency / scaling["factor"] + keep * frequency
 
@@ -147,7 +143,7 @@ LayerAttend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Attend(Protocol):
-    """The model's access to its context; `attention.py` names the three kinds."""
+    """The model's access to its context; `attention.py` names the kinds."""
 
     def layer(self, index: int) -> LayerAttend: ...
 

@@ -1,12 +1,10 @@
 """Tokens to text, and when to stop: the rules applied to every emitted token, one at a time, in order.
 
-A step may emit several tokens. They are appended one by one, and the rules are checked after each. So a request ends at
-the same token as in plain decoding; tokens that the step emitted after it are dropped from ids and text.
-
-The rules are checked in this order: EOS or stop id, stop string, the request's own rule (`Request.ends`), length. The
-id that stops a request stays in the ids but not in the text. A stop string is cut from the text, while the ids keep all
-tokens up to the one that completes it. With `no_stop_trim` the text keeps the stop id's text and the stop string. For
-the first `min_new_tokens` tokens only the length can end a request, and the sampler masks EOS and stop ids.
+A request ends at the same token as in plain decoding; tokens that its step emitted after it are dropped. The rules in
+their order: EOS or stop id, stop string, the request's own rule (`Request.ends`), length. The id that stops a request
+stays in the ids but not in the text. A stop string is cut from the text, while the ids keep all tokens up to the one
+that completes it. With `no_stop_trim` the text keeps the stop id's text and the stop string. For the first
+`min_new_tokens` tokens only the length can end a request, and the sampler masks EOS and stop ids.
 
 Text that may be the beginning of a stop string, or half of a character, is held back until it is certain. Stop strings
 are looked for in what the tokenizer holds back too, as `decode` gives it now, and in special tokens that the text

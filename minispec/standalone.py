@@ -1,8 +1,7 @@
 """STANDALONE: a whole small model as drafter, with its own keys and values under the target's page table.
 
 This is the oldest kind of drafter (speculative decoding, arXiv 2211.17192 and 2302.01318). It needs no training: any
-model with the same token ids will do. The model reads the text as if it served alone, from the first token on and at
-true positions.
+model with the same token ids will do.
 
 The model drafts by the same beam as a head (`beam.py`), but its row i holds token i (lookahead 0). A head's row i holds
 the pair of state i and token i + 1 (lookahead 1), so a head reads the root in row lens - 1. The model needs one more

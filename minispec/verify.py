@@ -67,11 +67,7 @@ class Accept:
 
 
 class Verdict(NamedTuple):
-    """The accepted paths and their tokens.
-
-    Only the first `count` entries of `path` and `emitted` have a meaning. The others are valid indices and ids, but
-    garbage.
-    """
+    """The accepted paths and their tokens; entries of `path` and `emitted` from `count` on are garbage in range."""
 
     path: Tensor  # [B, A] int64 node indices, path[:, 0] = 0
     # The number of emitted tokens, accepted drafts + 1. The name hides tuple.count, which nobody calls.
@@ -119,8 +115,7 @@ def verify(
     """Return the verdict of `sampling.pick` on `logits [B, N, V]`, walking down from the root for at most A picks.
 
     The token picked at depth d has position lens + d + 1. The walk counts its picks in a copy of `wishes.counts`, so
-    penalties equal those of plain decoding. Temperature 0 without penalties, bias and masks gives the verdict of
-    `verify_greedy`. With thresholds `pick_lossy` replaces `pick`.
+    penalties equal those of plain decoding. With thresholds `pick_lossy` replaces `pick`.
     """
     tree, lens, A = trees.tree, trees.lens, trees.most
     batch, nodes, vocab = logits.shape

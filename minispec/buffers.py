@@ -2,8 +2,7 @@
 
 The one idea: a step is a function of tensors at fixed addresses. The host fills one buffer with one copy. The step
 reads this buffer, works on the engine's state, and writes another buffer, which is copied to the host. So on CUDA a
-step can be captured once as a CUDA graph and replayed for all requests. While a step runs, the host can prepare the
-next one.
+step can be captured once as a CUDA graph and replayed for all requests.
 
 Each shape has its buffers: a decode step of B requests with trees of N nodes, a prefill step of T tokens. A is the most
 tokens that a step emits for a request. A row is the keys and values of one token.

@@ -4,8 +4,7 @@ The engine calls one interface, `Drafter`. If a step has trees, the engine asks 
 (`host_drafts`) or within it (`propose`). The engine also reports every committed token, those of prompt chunks too,
 within the step (`commit`) and when it is on the host (`observe`). So there are no separate phases such as the "draft
 prefill" and "draft extend" of other engines. Tokens of steps that do not run the drafter are reported later
-(`late.py`). The trees of the drafter `none` are a root alone, so plain decoding needs no separate path through the
-engine.
+(`late.py`).
 
 A drafter that works on tensors, inside the step, derives from `Drafter` (`beam.py` with its heads, `standalone.py`).
 A drafter that works on lists of tokens, between the steps, derives from `HostDrafter` (`ngram.py`). `HostTrees` makes a

@@ -10,12 +10,12 @@ Until `collect`, the host waits for no value of the device, unless a request ask
 the next step can be launched before this one is collected.
 
 The one idea: a step has static shapes. The batch is padded to one of a few sizes B (slot 0 is padding), a tree to N
-nodes (-1 is padding), a prompt chunk to whole query blocks (a fixed number of tokens, `attention.py`). So each shape
-has its compiled graphs, and nothing is compiled again when lengths, trees or requests change. On CUDA a step can be
-captured: it is recorded once as a CUDA graph, which is then replayed (`cuda/graphs.py`).
+nodes (-1 is padding), a prompt chunk to whole query blocks (`attention.py`). So each shape has its compiled graphs, and
+nothing is compiled again when lengths, trees or requests change. On CUDA a step can be captured as a CUDA graph, which
+is then replayed (`cuda/graphs.py`).
 
-Beside B and N, A is the most tokens that a step emits for a request, T the tokens of a prefill step, d the target's
-hidden size, F the size of a token's features (hidden states from which a head drafts), V the size of the vocabulary.
+A is the most tokens that a step emits for a request, T the tokens of a prefill step, d the target's hidden size, F the
+size of a token's features (hidden states from which a head drafts), V the size of the vocabulary.
 
 Speculative decoding by trees: SpecInfer, arXiv 2305.09781. Read next: `scheduler.py`, which decides who is in a step.
 """
@@ -46,7 +46,6 @@ from minispec.verify import Accept, Trees, Verdict
 
 logger = logging.getLogger("minispec")
 
-# `Needs` says which options of sampling (temperature, filters, penalties and so on) the requests of a batch use.
 # The code around the blocks (`_before_blocks`, `_after_blocks`) may be compiled for these sets of needs. Each includes
 # the one before it, so a batch takes the first that covers its needs; options that no request uses are then neutral.
 COMPILED = (GREEDY, TEMPERED, EVERYTHING)

@@ -1,11 +1,9 @@
 """The backlog: tokens and features of steps that did not run the drafter, kept until the drafter takes them in.
 
 A drafter with a network computes its rows (keys and values) from tokens and features, which are hidden states of the
-target. Plain steps do not run the network, since running it would cost most of the time that plain steps save. Steps
-whose trees all come from lookups do not run it either. Both kinds of step save tokens and features here. The token and
-the features of row r are at place r modulo 64. The drafter takes in all of a slot's backlog in one pass, like a chunk
-of a prompt. A backlog has at most 64 rows, so the drafter never computes more than 64 rows of a slot before it drafts
-again. A page is shared with other requests only after the drafter's rows in it are written.
+target. Plain steps, and steps whose trees all come from lookups, do not run the network, and save tokens and features
+here: those of row r at place r modulo 64. The drafter takes in all of a slot's backlog, at most 64 rows, in one pass,
+like a chunk of a prompt. A page is shared with other requests only after the drafter's rows in it are written.
 
 The host counts the rows of each slot's backlog. A plain step adds exactly one row, so the next step may be launched
 before the plain step ends. A step with looked-up trees adds as many rows as it emits tokens, and the host must know

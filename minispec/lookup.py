@@ -1,10 +1,10 @@
 """Lookups: find an earlier place where the last tokens occurred, and draft what followed them there.
 
-A lookup runs alone (NGRAM) or beside a head. A head drafts for every text, and a token or two are accepted. Where a
-text repeats itself or an earlier text, a lookup is almost always right, for many tokens. So head and lookup both
-propose, and for each request the step verifies the tree with the most expected tokens, as `policy.py` estimates them.
-The looked-up trees are inputs of the step, and replace the head's trees of their requests. If all trees of a step are
-looked up, the step does not run the head, and saves the accepted paths for it (`late.py`).
+A head drafts for every text, and a token or two are accepted. Where a text repeats itself or an earlier text, a lookup
+is almost always right, for many tokens. So head and lookup both propose, and for each request the step verifies the
+tree with the most expected tokens, as `policy.py` estimates them. The looked-up trees are inputs of the step, and
+replace the head's trees of their requests. If all trees of a step are looked up, the step does not run the head, and
+saves the accepted paths for it (`late.py`).
 
 A lookup that finds nothing must cost almost nothing, so lookups take at most 1 % of the time (`NgramDrafter.limited`).
 Lookups beside a head: SuffixDecoding (arXiv 2411.04975).

@@ -10,16 +10,14 @@ proposed on the host before the step (by a host drafter, or by a lookup beside a
 request verifies the tree that promises more. Then there are also shapes in which the head does not run: every request
 verifies the tree looked up for it, or its root alone if there is none (`Shape.of_host`).
 
-A tree proposed on the host exists before the step. So even if the step does not verify this tree, the text shows later
-how many tokens the tree would have given. But nobody learns what a head would have drafted in a step of another shape.
-So in such a step the mean of the head's trees goes a little way back to where it began, which is hopeful, and after
-some hundred steps these trees are tried again.
+Even if a step does not verify a tree of the host, the text shows later how many tokens the tree would have given. But
+nobody learns what a head would have drafted in a step of another shape. So in such a step the mean of the head's trees
+goes a little way back to where it began, which is hopeful, and after some hundred steps these trees are tried again.
 
 A head may say how likely it finds its drafts (`Drafter.confidences`). As it speaks of one place in the text, this tells
 more of the next tree than a mean does. Such a tree promises what trees gave that followed like words.
 
-`before` chooses a step's shape and the host's trees that the step verifies, and `after` learns from the result. Nothing
-here knows of tensors. The policy knows two things of a request: its identity, and whether it wants drafts.
+Nothing here knows of tensors. Of a request the policy knows its identity, and whether it wants drafts.
 
 Expected tokens against step times: arXiv 2211.17192. Read next: `scheduler.py`, which asks.
 """

@@ -2,13 +2,11 @@
 
 Each node is one cached page. Its key is the page's P tokens and the next `lookahead` tokens (0 or 1). The key has the
 next token for drafters whose row i depends on token i + 1, since a page that is found must hold valid rows of the
-drafter too. Radix caching of prompts comes from SGLang (arXiv 2312.07104).
+drafter too. Requests share pages only under the same salt, a string. Radix caching of prompts comes from SGLang (arXiv
+2312.07104).
 
 A node is either held by running requests or idle. Idle nodes are in one queue, in the order of their release. Paths are
-released deepest page first, so a child always precedes its parent in the queue, and the front of the queue is always a
-leaf. Eviction takes nodes from the front.
-
-A request may have a salt, a string: requests share pages only under the same salt.
+released deepest page first, so a child always precedes its parent in the queue. Eviction takes nodes from the front.
 
 Invariants owned here: only full pages enter; a page in the cache is never written again; held nodes are never evicted.
 This file deals in page ids and does not know what a page holds.

@@ -7,14 +7,12 @@ for both, prefill and decode steps alternate, so a long prompt slows other reque
 A launched step is called a flight. When the host collects the step's tokens, the flight lands. With `overlap`, step
 k + 1 is launched before step k is collected, so the device works while the host applies stop rules, makes text and
 admits requests. The host then learns one step late how long texts are and which have ended. It reserves rows for the
-longest outcome, and drops a flight's tokens for requests that ended meanwhile. Without overlap a step is collected
-right after its launch, by the same code.
+longest outcome, and drops a flight's tokens for requests that ended meanwhile.
 
-Pages: before a decode step every running request must hold rows for one whole tree. If the pool is short, the prefix
-cache gives up pages that nobody holds. If that is not enough, the newest request is retracted: it gives up its pages,
-waits at the front of the queue, and its tokens are prefilled again. It keeps seed and output, so its text is the same.
-`validate` refuses prompts that could never fit alone and bounds the output of the rest, so the oldest request always
-goes on.
+Pages: before a decode step every running request must hold rows for one whole tree. If the pool is short even after
+the prefix cache gave up pages that nobody holds, the newest request is retracted: it gives up its pages, waits at the
+front of the queue, and its tokens are prefilled again. It keeps seed and output, so its text is the same. `validate`
+refuses prompts that could never fit alone and bounds the output of the rest, so the oldest request always goes on.
 
 Continuous batching: Orca (OSDI 2022); retraction is vLLM's recomputation (arXiv 2309.06180).
 Invariant owned here: if no request is left, every page is free or in the prefix cache. In that state callers of `step`
@@ -567,7 +565,7 @@ class Scheduler:
         return True
 
     def reconfigure(self, thresholds: tuple[float, float] | None, adapts_from: float) -> None:
-        """Set thresholds (as `Engine.set_thresholds`) and `adapts_from` for later steps, and count acceptance anew."""
+        """Set thresholds (as `Engine.set_thresholds`) and `adapts_from`, and count acceptance anew."""
         self.engine.set_thresholds(thresholds)
         self.policy.adapts_from = adapts_from
         self.metrics.verified = Verified()

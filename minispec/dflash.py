@@ -122,9 +122,6 @@ def likeliest_paths(root: Tensor, rows: int, count: int, children: Children) -> 
     return Candidates(*(torch.cat(parts, dim=1) for parts in zip(*found, strict=True)))
 
 
-# ---- the drafter ----------------------------------------------------------------------------------------------------
-
-
 class Pass(Key):
     """The static tensors of a pass that drafts trees of N nodes for B requests."""
 

@@ -118,9 +118,6 @@ class Committed(NamedTuple):
     prefill: bool  # True: chunks of prompts, packed, B = 1; False: accepted paths, one per batch entry
 
 
-# ---- the interface that the engine calls -----------------------------------------------------------------------------
-
-
 class Drafter(ABC):
     """The interface that the engine calls. The engine owns the slots; a drafter keeps its state by slot."""
 
@@ -245,9 +242,6 @@ class Plain(Drafter):
 
     def propose(self, batch: Batch) -> DraftTree:
         return batch.tree
-
-
-# ---- drafters that work on lists of tokens ---------------------------------------------------------------------------
 
 
 OLDER = {"draft": "propose", "observe": "commit"}  # the methods of a `HostDrafter` and their former names

@@ -112,9 +112,6 @@ class DraftHead(nn.Module):
         return Rope.at(positions, self.frequencies, self.layer.post_attention_layernorm.weight.dtype, self.rope_factor)
 
 
-# ---- EAGLE-2 ------------------------------------------------------------------------------------------------------
-
-
 class EagleHead(DraftHead):
     """The head of EAGLE and EAGLE-2: its state imitates the target's last hidden state after the final norm.
 
@@ -132,9 +129,6 @@ class EagleHead(DraftHead):
 
     def forward(self, embedding: Tensor, state: Tensor, rope: Rope, attend: LayerAttend, positions: Tensor) -> Tensor:
         return self.layer(self.fc(torch.cat((embedding, state), dim=-1)), rope, attend)
-
-
-# ---- EAGLE-3 ------------------------------------------------------------------------------------------------------
 
 
 class PairBlock(Block):

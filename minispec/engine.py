@@ -497,8 +497,6 @@ class Engine:
         self.drafter_seconds += time.perf_counter() - started
         return found
 
-    # ---- when all graphs are made ------------------------------------------------------------------------------
-
     def when_settled(self, call: Callable[[], None]) -> None:
         """Call `call` once all graphs are made: now if they are made already, else in `settle`."""
         if self.settled:

@@ -96,8 +96,6 @@ class Trie:
     def __len__(self) -> int:
         return len(self._token)
 
-    # ---- insertion
-
     def extend(self, path: Sequence[int], token: int, count: bool = True) -> list[int]:
         """Insert every stretch that ends with `token`, the next token of the text with the open paths `path`.
 

@@ -170,8 +170,6 @@ class Policy:
         """Forget all times, and begin with `seconds`, measured for each batch and shape."""
         self.times = Times(seconds)
 
-    # ---- before a step -----------------------------------------------------------------------------------------------
-
     def before(
         self, kind: Kind, shapes: Sequence[Shape], requests: Sequence[Request], offer: Callable[[], Sequence[Draft]]
     ) -> Planned:
@@ -246,8 +244,6 @@ class Policy:
             return None
         hope = round(2 * hopes[self.trees[nodes]])
         return self._hoped.setdefault((nodes, hope), Mean(hope / 2, FIRST_MATCH))
-
-    # ---- after a step ------------------------------------------------------------------------------------------------
 
     def after(self, planned: Planned, emitted: Mapping[Request, Sequence[int]], seconds: float | None) -> None:
         """Learn the time of a step and the tokens that it emitted.

@@ -163,8 +163,6 @@ class Scheduler:
         else:
             self.waiting.append(request)
 
-    # ---- a step ----------------------------------------------------------------------------------------------------
-
     @property
     def overlap(self) -> bool:
         """Whether the next step is launched before the one before it lands; drafts from text need all tokens."""
@@ -191,8 +189,6 @@ class Scheduler:
     def _drain(self) -> list[Update]:
         updates, self._updates = self._updates, []
         return updates
-
-    # ---- admit -----------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
         """Give slots and pages to waiting requests, in order, as long as there are slots and pages."""
@@ -242,8 +238,6 @@ class Scheduler:
             logger.exception("request %s cannot be set up and ends", request.rid)
             self._end(request, _failure(error))
 
-    # ---- reserve ---------------------------------------------------------------------------------------------------
-
     def _reserve(self) -> None:
         """Give every running request pages for one whole tree, retracting the newest requests while that fails."""
         if self._flight is not None:
@@ -277,8 +271,6 @@ class Scheduler:
         request.retractions += 1
         self.metrics.retractions += 1
         self.waiting.appendleft(request)
-
-    # ---- launch ----------------------------------------------------------------------------------------------------
 
     def _launch(self) -> Flight | None:
         """Launch the next step; None if there is nothing to do before the flight lands."""
@@ -347,8 +339,6 @@ class Scheduler:
         """Return how many graphs were compiled and requests retracted so far: both spoil the time of a step."""
         dynamo = sys.modules.get("torch._dynamo.utils")  # which a start need not wait for
         return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0, self.metrics.retractions
-
-    # ---- land ------------------------------------------------------------------------------------------------------
 
     def _land(self, flight: Flight) -> None:
         """Collect a step, and deliver its tokens to the requests that still hold their seats."""
@@ -469,8 +459,6 @@ class Scheduler:
             self._updates.append(Update(request, ids, output.release(False)))
         return len(ids)
 
-    # ---- end -------------------------------------------------------------------------------------------------------
-
     def _end(self, request: Request, finish: Finish, ids: Sequence[int] = (), sound: bool = True) -> None:
         """Remove a request from queue or slot, and note its end; sound: False if its own pages may hold NaN."""
         if request.slot:
@@ -569,8 +557,6 @@ class Scheduler:
         self.engine.set_thresholds(thresholds)
         self.policy.adapts_from = adapts_from
         self.metrics.verified = Verified()
-
-    # ---- numbers ---------------------------------------------------------------------------------------------------
 
     @property
     def _left(self) -> int:

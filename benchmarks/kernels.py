@@ -142,8 +142,9 @@ def counted(drafts: bool, batch: int | None = None) -> tuple[Steps, dict[str, Co
     """
     steps = Steps(speculative_algorithm="EAGLE3", **TREE) if drafts else Steps(speculative_algorithm="NONE")
     with steps.lowered() as engine:
-        shape = max(engine.sizes.shapes_of(1), key=lambda shape: shape.nodes) if drafts else PLAIN
-        step = engine.decodes[batch or max(steps.captured), shape]
+        batch = batch or max(steps.captured)
+        shape = max(engine.sizes.shapes_of(batch), key=lambda shape: shape.nodes) if drafts else PLAIN
+        step = engine.decodes[batch, shape]
         kinds = {"greedy": GREEDY, "sampled": CAPTURED[-1]}
         return steps, {name: steps.launches(step, needs) for name, needs in kinds.items()}
 

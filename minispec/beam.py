@@ -167,13 +167,12 @@ class Beam(Key):
     """The size of the trees for B requests, and the static tensors for growing them."""
 
     def __init__(self, batch: int, size: TreeSize, plan: Plan | None, live: Tensor) -> None:
-        """plan: a frontier's attention plan; if the drafter has two sizes of tree, they share it.
+        """plan: a frontier's attention plan, which all sizes of tree share; None: no tree has a second round.
 
         live: [B, K] bool, all true: a frontier has no padding, and `Plan.fill` asks for it.
         """
         assert size.rounds is not None, "a beam grows in rounds"
-        self.batch, self.nodes, self.rounds, self.live = batch, size.nodes, size.rounds, live
-        self.plan = plan if size.rounds > 1 else None  # with one round the network reads no frontier
+        self.batch, self.nodes, self.rounds, self.live, self.plan = batch, size.nodes, size.rounds, live, plan
 
     @property
     def of_batch(self) -> Sequence[Tensor]:
@@ -183,8 +182,8 @@ class Beam(Key):
 class BeamDrafter(Drafter):
     """The drafter around a head: S rounds of K branches propose nodes, and the best form a tree of N nodes.
 
-    A second, smaller size of tree may have fewer rounds. It uses the plans of the larger one, so the head needs no
-    further graph. `_open`, `_round` and `_close` run before, between and after the calls of the network. They may be
+    Smaller sizes of tree may have fewer rounds. They use the plans of the largest one, so the head needs no further
+    graph. `_open`, `_round` and `_close` run before, between and after the calls of the network. They may be
     compiled. The only tensors that they write in place are those of the next call's plan.
     """
 
@@ -195,22 +194,22 @@ class BeamDrafter(Drafter):
 
     def __init__(
         self, network: Any, *, rounds: int, topk: int, nodes: int, coupled: bool = True,
-        smaller: tuple[int, int] | None = None,
+        smaller: Sequence[tuple[int, int]] = (),
     ) -> None:  # fmt: skip
         """network: an nn.Module with these members of `eagle.DraftHead`: name, taps, token_map, hidden_size, kv_heads,
         head_dim, embed, fuse, rope, forward, logits.
 
-        smaller: rounds and nodes of the smaller size; None: there is one size.
+        smaller: rounds and nodes of each smaller size, ascending.
         coupled: whether to draft with the noise of the target's picks; if not, drafts are the likeliest tokens.
         """
         assert nodes <= candidate_count(rounds, topk) + 1, "more nodes than candidates"
         self.network, self.rounds, self.topk, self.nodes, self.coupled = network, rounds, topk, nodes, coupled
         self.name, self.taps = network.name, network.taps
         self.depth = min(rounds, nodes - 1)
-        if smaller is not None:
-            assert smaller[0] <= rounds and 1 < smaller[1] < nodes, "the smaller tree is the smaller one"
-            assert smaller[1] <= candidate_count(smaller[0], topk) + 1, "more nodes than candidates"
-            self.smaller = TreeSize(smaller[1], min(smaller[0], smaller[1] - 1), smaller[0])
+        for fewer, size in smaller:
+            assert fewer <= rounds and 1 < size < nodes, "the smaller tree is the smaller one"
+            assert size <= candidate_count(fewer, topk) + 1, "more nodes than candidates"
+            self.smaller += (TreeSize(size, min(fewer, size - 1), fewer),)
         self.kv_shape = KVShape(1, network.kv_heads, network.head_dim)
         self.window = self.scratch = (rounds - 1) * topk  # W, the rows that all frontiers together take
         self.run_network: Callable[..., Tensor] = type(network).forward
@@ -242,7 +241,8 @@ class BeamDrafter(Drafter):
     def attends(self, plan: Plan, prefill: bool) -> dict[str, PagedAttend]:
         """Return the attention of `commit` in a prefill step, or of `commit` and the frontiers in a decode step."""
         path = self._attend(plan)
-        frontier = None if prefill else self._beams[plan.batch, self.nodes].plan
+        # Paths of two tokens are those of trees of one round, which read no frontier.
+        frontier = None if prefill or plan.width == 2 else self._beams[plan.batch, self.nodes].plan
         graphs = {f"draft's committed tokens, {path.graph}": path}
         if frontier is not None:
             graphs[f"draft's frontiers, {self._attend(frontier).graph}"] = self._attend(frontier)
@@ -252,10 +252,9 @@ class BeamDrafter(Drafter):
         """Return the names of the graphs of `_open`, `_round` and `_close`, where they run."""
         rounds = {size.nodes: size.rounds or 1 for size in self.trees}[nodes]
         kind = "sampled" if samples and self.coupled else "greedy"
-        opening = "before the drafter" if rounds > 1 else "before a drafter of one round"
         between = [f"between the drafter's rounds, {kind}"] if rounds > 2 else []
-        closing = f"after the drafter, {nodes} nodes a tree"  # after one round no logits are left to be sampled from
-        return [f"{opening}, {kind}", *between, f"{closing}, {kind}" if rounds > 1 else closing]
+        closing = [f"after the drafter, {nodes} nodes a tree, {kind}"] if rounds > 1 else []
+        return [f"before the drafter, {kind}", *between, *closing]
 
     def propose(self, batch: Batch) -> DraftTree:
         """Grow one tree per request; writes scratch rows beyond the committed ones in the drafter's own pages."""
@@ -263,7 +262,9 @@ class BeamDrafter(Drafter):
         batch = batch._replace(tree=None)  # type: ignore[arg-type]  # the beam does not read the host's trees
         open_, round_, close = self.small.eager if watched else self.small.of(beam)
         found, frontier, inputs = open_(self, beam, batch)
-        candidates, states = [*found], None
+        if beam.rounds == 1:
+            return self._shallow(beam, batch, found)
+        candidates = [*found]
         for number in self._rounds[1 : beam.rounds]:
             assert inputs is not None and beam.plan is not None
             states = self._through(inputs, frontier.states, beam.plan)
@@ -288,19 +289,28 @@ class BeamDrafter(Drafter):
         found, frontier = branch(number, frontier, logits, states, self._to_target)
         return found, frontier, self._inputs(beam, batch, number + 1, frontier)
 
+    def _shallow(self, beam: Beam, batch: Batch, found: Candidates) -> DraftTree:
+        """Return the tree of the root and its likeliest children, which come in the order of their scores.
+
+        It is no function of `small`, since a graph would have little more than these two copies to make.
+        """
+        if batch.scores is not None:
+            batch.scores[:, 1:] = found.scores[:, : beam.nodes - 1]
+        tokens = torch.cat((batch.root[:, None], found.tokens[:, : beam.nodes - 1]), dim=1)
+        return DraftTree(tokens, torch.cat((found.parents[:, :1], torch.zeros_like(tokens[:, 1:])), dim=1))
+
     def _close(
-        self, beam: Beam, batch: Batch, frontier: Frontier, states: Tensor | None, found: tuple[Tensor, ...]
+        self, beam: Beam, batch: Batch, frontier: Frontier, states: Tensor, found: tuple[Tensor, ...]
     ) -> DraftTree:
         """Propose the last frontier's children, and return the tree of the best candidates.
 
-        states: the head's output at the frontier; None: there was only one round, so nothing more is proposed. found:
-        the fields of the candidates of all earlier rounds, one after the other.
+        states: the head's output at the frontier. found: the fields of the candidates of all earlier rounds, one after
+        the other.
         """
-        if states is not None:
-            number = self._rounds[beam.rounds - 1]
-            logits = self._couple(self.network.logits(states), batch, number)
-            # Not `+=`: Dynamo of torch 2.11 adds no named tuple to a tuple.
-            found = (*found, *branch(number, frontier, logits, states, self._to_target)[0])
+        number = self._rounds[beam.rounds - 1]
+        logits = self._couple(self.network.logits(states), batch, number)
+        # Not `+=`: Dynamo of torch 2.11 adds no named tuple to a tuple.
+        found = (*found, *branch(number, frontier, logits, states, self._to_target)[0])
         fields = len(Candidates._fields)
         candidates = Candidates(*(torch.cat(found[field::fields], dim=1) for field in range(fields)))
         return rerank(candidates, batch.root, beam.nodes, batch.scores)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from minispec.attention import QUERY_BLOCK, AttendKind, Plan
 from minispec.compiled import Key
-from minispec.drafter import NOTHING, Draft, Drafter, TreeSize
+from minispec.drafter import NOTHING, Draft, Drafter
 from minispec.kv import PagedKV
 from minispec.tree import PADDING, PLAIN, DraftTree, Shape
 
@@ -37,37 +37,37 @@ class Sizes:
     context_length: int  # the most tokens of a request, prompt and output together
     max_running: int  # the most requests that are decoded together
     chunk_size: int  # the most prompt tokens of a prefill step
-    nodes: int  # N, the nodes of a draft tree, root included; of the larger tree if there are two sizes
+    nodes: int  # N, the nodes of a draft tree, root included; of the largest tree if there are several sizes
     depth: int  # the edges on the longest path of a draft tree; a step emits at most A = depth + 1 tokens for a request
     scratch: int  # how many rows drafting writes beyond the committed ones
     rounds: int | None  # S, the rounds of drafting; None: the drafter does not draft in rounds
     topk: int | None  # K, the branches of a round; None: there are no rounds
     batch_sizes: tuple[int, ...]  # the values of B, to which decode steps are padded: the batch buckets
     prefill_sizes: tuple[int, ...]  # the values of T, to which prefill steps are padded
-    smaller: TreeSize | None = None  # the other size of tree, if there are two
-    both_up_to: int = 0  # the largest batch size that has trees of both sizes
-    larger_up_to: int = 0  # the largest batch size that has the larger trees alone
+    # The trees of each batch: the largest batch size for which an entry holds, ascending, and the nodes of its trees.
+    trees: tuple[tuple[int, tuple[int, ...]], ...] = ()
     own_nodes: int = 1  # nodes of the drafter's own trees, without those that are looked up beside them
     has_lookups: bool = False  # whether there are steps whose trees are all looked up
 
     @classmethod
     def resolve(
         cls, drafter: Drafter, *, context_length: int, max_running: int, chunk_size: int, batches: Sequence[int] = (),
-        both_up_to: int | None = None,
+        trees: Sequence[tuple[int, Sequence[int]]] = (),
     ) -> Sizes:  # fmt: skip
         """Return the sizes of an engine with this drafter.
 
-        batches: batch buckets that replace the powers of two up to the largest of them. both_up_to: the largest batch
-        size that has trees of both sizes; None: all have.
+        batches: batch buckets that replace the powers of two up to the largest of them. trees: that field; empty: each
+        batch has trees of all sizes.
         """
         powers = {1 << i for i in range(max_running.bit_length()) if 1 << i > max(batches, default=0)}
         powers |= {batch for batch in batches if batch < max_running}
         largest = -(-chunk_size // QUERY_BLOCK) * QUERY_BLOCK
+        drafter_sizes = [size.nodes for size in drafter.trees]
         return cls(
             context_length, max_running, chunk_size, drafter.nodes, drafter.depth, drafter.scratch, drafter.rounds,
             drafter.topk, batch_sizes=tuple(sorted(powers | {max_running})),
             prefill_sizes=tuple(sorted({min(size, largest) for size in (128, 512, largest)})),
-            smaller=drafter.smaller, both_up_to=max_running if both_up_to is None else both_up_to,
+            trees=tuple((most, tuple(nodes)) for most, nodes in trees or [(max_running, drafter_sizes)]),
             own_nodes=drafter.own_nodes or drafter.nodes,
             has_lookups=drafter.has_lookups and not drafter.awaits_corpus,
         )  # fmt: skip
@@ -75,15 +75,10 @@ class Sizes:
     def shapes_of(self, batch: int) -> tuple[Shape, ...]:
         """Return the shapes of this batch size: plain, with the drafter's trees, with looked-up trees alone.
 
-        Trees of either kind ascend in size. Batches beyond `both_up_to` have one size of tree. It is the smaller one
-        if trees are proposed on the host: in a large batch few requests have a lookup, and all requests would pay for
-        larger trees. It is the smaller one too if small batches have the larger alone.
+        Trees of either kind ascend in size. Their nodes are those that the table `trees` has for the batch.
         """
-        smaller = self.smaller.nodes if self.smaller else self.nodes
-        one = smaller if self.has_lookups or self.rounds is None or self.larger_up_to else self.nodes
-        both = {self.nodes} if batch <= self.larger_up_to else {smaller, self.nodes}
-        trees = sorted((both if batch <= self.both_up_to else {one}) - {1})
-        looked_up = trees if self.has_lookups else []
+        trees = next((nodes for most, nodes in self.trees if batch <= most), ())
+        looked_up = trees if self.has_lookups else ()
         return (PLAIN, *(Shape(n, True) for n in trees), *(Shape(n, False) for n in looked_up))
 
     @property

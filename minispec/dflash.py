@@ -163,7 +163,7 @@ class DFlashDrafter(Drafter):
         self.network: DFlashHead = network
         self.name, self.taps, self.block, self.topk, self.coupled = network.name, network.taps, block, topk, coupled
         self.nodes, self.depth = nodes, min(drafts, nodes - 1)
-        self.smaller = None if smaller is None else TreeSize(smaller, min(drafts, smaller - 1), self.rounds)
+        self.smaller = () if smaller is None else (TreeSize(smaller, min(drafts, smaller - 1), self.rounds),)
         self.scratch = block
         self.kv_shape = KVShape(len(network.layers), network.kv_heads, network.head_dim)
         self.small = Small(type(self)._open, type(self)._close)

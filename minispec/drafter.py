@@ -122,11 +122,13 @@ class Drafter(ABC):
     """The interface that the engine calls. The engine owns the slots; a drafter keeps its state by slot."""
 
     name: str
-    nodes: int  # N, root included: the static size of the drafter's trees; of the larger ones if there are two sizes
+    nodes: (
+        int  # N, root included: the static size of the drafter's trees; of the largest ones if there are several sizes
+    )
     depth: int  # the edges on the longest path; A = depth + 1 is the most tokens that a step emits for a request
     rounds: int | None = None  # S, the rounds of drafting; None: the trees are not grown in rounds
-    own_nodes: int | None = None  # nodes of the larger trees where no text is looked up beside them; None: as `nodes`
-    smaller: TreeSize | None = None  # a second size of tree, smaller and no deeper; None: there is one size
+    own_nodes: int | None = None  # nodes of the largest trees where no text is looked up beside them; None: as `nodes`
+    smaller: tuple[TreeSize, ...] = ()  # further sizes of tree, ascending, smaller and no deeper
     topk: int | None = None  # K, the branches of a round; None: there are no rounds
     scratch: int = 0  # how many rows drafting writes beyond the committed ones, in the drafter's own memory
     lookahead: int = 0  # 1 if the drafter's row i depends on token i + 1, else 0
@@ -144,9 +146,9 @@ class Drafter(ABC):
 
     @property
     def trees(self) -> tuple[TreeSize, ...]:
-        """The sizes of the drafter's trees, the smaller one first; empty if its tree is the root alone."""
-        larger = TreeSize(self.nodes, self.depth, self.rounds)
-        return tuple(size for size in (self.smaller, larger) if size is not None and size.nodes > 1)
+        """The sizes of the drafter's trees, ascending; empty if its tree is the root alone."""
+        largest = TreeSize(self.nodes, self.depth, self.rounds)
+        return tuple(size for size in (*self.smaller, largest) if size.nodes > 1)
 
     @property
     def reads_text(self) -> bool:
@@ -303,7 +305,7 @@ class HostTrees(Drafter):
         """smaller: the number of nodes to which trees may be cut; None if they are never cut."""
         self.inner, self.vocab_size = inner, vocab_size
         self.name, self.nodes, self.depth, self.corpora = inner.name, inner.nodes, inner.depth, inner.corpora
-        self.smaller = None if smaller is None else TreeSize(smaller, min(inner.depth, smaller - 1))
+        self.smaller = () if smaller is None else (TreeSize(smaller, min(inner.depth, smaller - 1)),)
         self.refused = 0  # how many trees broke the invariant since the start
         self._ignored: set[int] = set()  # slots whose text the drafter never sees; they get no drafts
 

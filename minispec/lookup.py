@@ -53,9 +53,9 @@ class Lookups(Drafter):
         self.taps, self.scratch, self.lookahead, self.kv_shape = head.taps, head.scratch, head.lookahead, head.kv_shape
         largest = head.trees[-1]
         widened = [] if largest.nodes == self.nodes else [largest._replace(nodes=self.nodes)]
-        self._sizes = tuple([*head.trees, *widened][-2:])
+        self._sizes = tuple([*head.trees[-1:], *widened] if widened else head.trees)
         self._grown = {size.nodes: size.nodes for size in head.trees} | {self.nodes: largest.nodes}
-        self.smaller = self._sizes[0] if len(self._sizes) > 1 else None
+        self.smaller = self._sizes[:-1]
 
     @property
     def trees(self) -> tuple[TreeSize, ...]:

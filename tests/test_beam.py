@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -459,6 +460,17 @@ def test_ties_never_keep_a_child_without_its_parent() -> None:
         check(tree)
         above = ancestors(tree.parents)[0]
         assert depth(above[None])[0].max() == min(nodes - 1, 4)
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 4])
+def test_the_tree_of_one_round_is_the_best_of_its_candidates(nodes: int) -> None:
+    made, told = drafter(1, 3, nodes), [torch.zeros(2, nodes) for _ in range(2)]
+    scores = torch.tensor([[-0.1, -0.1, -3.0], [-1.0, -2.0, -torch.inf]])
+    found = Candidates(torch.tensor([[5, 6, 7], [8, 9, 1]]), scores, torch.full((2, 3), -1))
+    root, beam = torch.tensor([3, 4]), SimpleNamespace(nodes=nodes)
+    shallow = made._shallow(beam, SimpleNamespace(root=root, scores=told[0]), found)
+    best = rerank(found, root, nodes, told[1])
+    assert all(map(torch.equal, shallow, best)) and torch.equal(*told)
 
 
 # ---- logits that are no numbers ----------------------------------------------------------------------------------

@@ -158,7 +158,9 @@ def test_a_step_whose_capture_fails_runs_uncaptured(caplog: pytest.LogCaptureFix
     ]
     steps = {step.name: step for step in (*engine.decodes.values(), engine.prefills[engine.sizes.prefill_sizes[0]])}
     failed = steps.pop(name)
-    assert {*engine.graphs} == {(step, needs) for step in steps.values() for needs in CAPTURED}
+    wanted = {(step, needs) for step in steps.values() for needs in CAPTURED
+              if needs != TEMPERED or getattr(step, "batch", 1) == 1}  # fmt: skip
+    assert {*engine.graphs} == wanted, "several requests have no graph for a temperature alone"
     requests = SUBJECTS["standalone-tree"].requests(max_new_tokens=10)[:4]
     run(scheduler, requests)
     assert_exact(SUBJECTS["standalone-tree"], requests)

@@ -32,7 +32,7 @@ MODEL = tiny_model()
 def eagle3() -> BeamDrafter:
     """Return a drafter around a random EAGLE-3 head, compiled."""
     head = random_head(Eagle3Head, MODEL, taps=(1, 2), own_lm_head=True)
-    drafter = BeamDrafter(head, rounds=3, topk=2, nodes=6, smaller=(1, 3))
+    drafter = BeamDrafter(head, rounds=3, topk=2, nodes=6, smaller=[(1, 3)])
     drafter.compile(DirectStep)
     return drafter
 

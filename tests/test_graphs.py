@@ -69,7 +69,7 @@ DRAFTERS: dict[str, Callable[[Model], Drafter | HostDrafter]] = {
     "eagle3": eagle3,
     "eagle3-uncoupled": lambda model: eagle3(model, coupled=False),
     # of two sizes, as those that ship
-    "lookups": lambda model: Lookups(eagle3(model, smaller=(1, 3)), texts(limited=True), VOCAB),
+    "lookups": lambda model: Lookups(eagle3(model, smaller=[(1, 3)]), texts(limited=True), VOCAB),
     "dflash": lambda model: DFlashDrafter(copy.deepcopy(trained_dflash()), block=4, topk=2, nodes=6, smaller=3),
     "dspark": lambda model: DSparkDrafter(
         copy.deepcopy(trained_dspark()), block=4, topk=2, nodes=6, smaller=3, threshold=0.3
@@ -289,10 +289,12 @@ def names_on_an_h100(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> list[
     return shapes(engine)
 
 
-def test_the_documented_command_has_at_most_fifty_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_documented_command_has_at_most_fifty_graphs_with_its_numbers_or_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     counts = {}
     for dropped in ((*NUMBERS, *GRAPHS), GRAPHS):
         names = names_on_an_h100(documented(*dropped), monkeypatch)
         counts[dropped] = Counter(name.partition(",")[0] for name in names)
         print(len(names), *names, sep="\n")
-    assert counts[*NUMBERS, *GRAPHS].total() <= 50 and counts[GRAPHS].total() <= 54
+    assert counts[*NUMBERS, *GRAPHS].total() <= 50 and counts[GRAPHS].total() <= 50

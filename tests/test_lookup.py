@@ -22,11 +22,11 @@ from trained import sentence, trained_head, trained_like, trained_model
 from minispec.beam import BeamDrafter
 from minispec.buffers import Sizes
 from minispec.config import Config
-from minispec.drafter import NOTHING, Batch, Draft, HostTrees
+from minispec.drafter import NOTHING, Batch, Draft, HostTrees, TreeSize
 from minispec.engine import Engine
 from minispec.late import KEPT_ROWS, Late
 from minispec.load.drafters import _texts, make_drafter
-from minispec.load.tree_shape import lookup_nodes
+from minispec.load.tree_shape import beam_shape, lookup_nodes, trees_by_batch
 from minispec.lookup import Lookups
 from minispec.ngram import SHARE, Echo, NgramDrafter, NgramOptions
 from minispec.policy import Kind, Planned, Policy
@@ -48,7 +48,7 @@ def beside(head: BeamDrafter) -> Lookups:
 
 PAIRS = {
     "head": Subject(
-        lambda model: beside(BeamDrafter(trained_head(), rounds=2, topk=3, nodes=N, smaller=(2, 5))),
+        lambda model: beside(BeamDrafter(trained_head(), rounds=2, topk=3, nodes=N, smaller=[(2, 5)])),
         model=trained_model,
         text=sentence,
     ),
@@ -364,9 +364,37 @@ def test_ngram_keeps_to_its_share_of_the_time_unless_its_trees_are_given() -> No
     assert made().inner.limited
     assert not made(speculative_num_draft_tokens=8).inner.limited
     assert not made(speculative_adaptive=False).inner.limited
-    sizes = Sizes.resolve(made(), context_length=64, max_running=8, chunk_size=128, both_up_to=2)
+    sizes = Sizes.resolve(made(), context_length=64, max_running=8, chunk_size=128,
+                          trees=trees_by_batch(made(), 8, on_cpu=True))  # fmt: skip
     one, both = (PLAIN, Shape(4, True)), (PLAIN, Shape(4, True), Shape(12, True))
     assert [sizes.shapes_of(batch) for batch in (1, 2, 4, 8)] == [both, both, one, one]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rounds", "on_cpu", "table"),
+    [((2, 8, 32), 5, False, [(1, [32]), (16, [8]), (48, [2])]), ((2, 8), 5, False, [(16, [8]), (48, [2])]),
+     ((6, 12), None, False, [(10, [6, 12]), (48, [6])]), ((16,), 1, False, [(48, [16])]), ((), None, False, []),
+     ((8, 16), 1, False, [(8, [8, 16]), (48, [8])]),
+     ((2, 8), 3, True, [(2, [8]), (48, [2])]), ((4, 12), None, True, [(2, [4, 12]), (48, [4])])],
+)  # fmt: skip
+def test_a_batch_has_the_largest_trees_whose_rows_cost_a_gpu_little(sizes, rounds, on_cpu, table) -> None:
+    drafter = SimpleNamespace(trees=[TreeSize(n, n - 1, rounds if n > 2 else 1) for n in sizes], rounds=rounds)
+    assert trees_by_batch(drafter, 48, on_cpu) == table
+
+
+def test_flags_bound_the_trees_that_a_gpu_gives_to_batches() -> None:
+    def smaller(**flags: object) -> list[tuple[int, int]]:
+        return beam_shape(Config(model_path="x", speculative_algorithm="EAGLE3", **flags), "LlamaForCausalLM", False)[
+            "smaller"
+        ]
+
+    given = {"speculative_num_steps": 5, "speculative_eagle_topk": 8, "speculative_num_draft_tokens": 32}
+    assert smaller() == [(1, 2)] and smaller(**given) == [(1, 2), (5, 8)]
+    assert smaller(**given | {"speculative_num_draft_tokens": 6}) == [(1, 2)]
+    assert smaller(**given, speculative_adaptive=False) == smaller(**given, simulate_acc_len=2.0) == []
+    assert smaller(speculative_num_steps=1, speculative_eagle_topk=1, speculative_num_draft_tokens=2) == []
+    head = BeamDrafter(trained_head(), rounds=2, topk=3, nodes=N, smaller=[(1, 2), (2, 8)])
+    assert Lookups(head, texts(), VOCAB, awaits_corpus=True).trees == head.trees, "corpora that may come change no size"
 
 
 def test_what_a_lookup_would_have_given_is_known_when_the_text_has_gone_on() -> None:

@@ -228,7 +228,7 @@ def test_matches_learn_from_a_guess_that_expects_nothing_of_chance() -> None:
 
 def eagle3(steps: int = 3, topk: int = 2, nodes: int = 6, smaller: tuple[int, int] = (1, 3)) -> BeamDrafter:
     """Return a drafter with two tree sizes around a random head."""
-    return BeamDrafter(HEAD, rounds=steps, topk=topk, nodes=nodes, smaller=smaller)
+    return BeamDrafter(HEAD, rounds=steps, topk=topk, nodes=nodes, smaller=[smaller])
 
 
 with torch.inference_mode():
@@ -238,7 +238,10 @@ DRAFTERS: dict[str, tuple[Callable[[], Drafter | HostDrafter], dict[str, object]
     "ngram": (lambda: NgramDrafter(NgramOptions(nodes=8), limited=True), {"smaller": 4}),
     "oracle": (lambda: Oracle(truth_of(MODEL)), {"smaller": 4}),
     "eagle3": (eagle3, {}),
-    "standalone": (lambda: StandaloneDrafter(DraftModel(MODEL, VOCAB), rounds=3, topk=3, nodes=8, smaller=(1, 3)), {}),
+    "standalone": (
+        lambda: StandaloneDrafter(DraftModel(MODEL, VOCAB), rounds=3, topk=3, nodes=8, smaller=[(1, 3)]),
+        {},
+    ),
 }
 
 
@@ -429,7 +432,7 @@ def test_a_file_bounds_the_rounds_by_batch_and_plain_steps_are_always_allowed(tm
         file.write_text(said if isinstance(said, str) else json.dumps(said))
         config = Config(**options)
         shape = beam_shape(config, "LlamaForCausalLM", on_cpu=True)
-        assert (shape["nodes"], shape["smaller"]) == (4, (1, 2))
+        assert (shape["nodes"], shape["smaller"]) == (4, [(1, 2)])
         policy = Policy({2: 1, 4: 3}, 1)
         policy.allows = allows(config, {4: 3, 2: 1})
         seen: list[Shape] = []

@@ -159,12 +159,12 @@ def block_of(kind: type[Any], config: type[Any], **more: Any) -> Callable[[Model
 def heads(kind: type[Any], **switches: Any) -> Callable[[Model], Drafter]:
     """Return how a drafter around a random head is made, with trees of two sizes."""
     return lambda model: BeamDrafter(random_head(kind, model, **switches).to(BF16), rounds=3, topk=3, nodes=8,
-                                     smaller=(1, 3))  # fmt: skip
+                                     smaller=[(1, 3)])  # fmt: skip
 
 
 def itself(model: Model) -> StandaloneDrafter:
     """Return a model that drafts for itself, and is mostly right."""
-    return StandaloneDrafter(DraftModel(model, VOCAB), rounds=3, topk=3, nodes=8, smaller=(1, 3))
+    return StandaloneDrafter(DraftModel(model, VOCAB), rounds=3, topk=3, nodes=8, smaller=[(1, 3)])
 
 
 DRAFTERS: dict[str, Callable[[Model], Drafter | HostDrafter]] = {

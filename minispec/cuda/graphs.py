@@ -21,7 +21,7 @@ from functools import partial
 import torch
 
 from minispec.buffers import DecodeBuffers, PrefillBuffers
-from minispec.engine import CAPTURED, Engine
+from minispec.engine import Engine
 from minispec.sampling import Needs
 from minispec.tree import Shape
 
@@ -65,9 +65,9 @@ class Recorder:
 def capture(engine: Engine, batches: Sequence[int], progress: Callable[[str], None]) -> None:
     """Capture the decode steps of these batch sizes and the smallest prefill step, on CUDA and after warm-up.
 
-    Each is captured for greedy batches, for those with a temperature, and for all others. The largest batches and then
-    the largest trees come first, so that the smaller ones fit into the memory that those leave to the pool, and steps
-    whose trees are all the host's come last of a batch size.
+    Each is captured for the needs that `Engine.needs_of` names. The largest batches and then the largest trees come
+    first, so that the smaller ones fit into the memory that those leave to the pool, and steps whose trees are all the
+    host's come last of a batch size.
     A step that cannot be captured, on this or on another rank, runs uncaptured; a warning says so.
     """
     engine.link.tell("capture", batches)
@@ -84,7 +84,7 @@ def _record(
 ) -> dict[Needs, torch.cuda.CUDAGraph]:
     """Return the graphs of a step; none if a recording fails."""
     graphs: dict[Needs, torch.cuda.CUDAGraph] = {}
-    for needs in CAPTURED:
+    for needs in engine.needs_of(getattr(step, "batch", 1)):
         why = None
         try:
             graphs[needs] = recorder.record(partial(engine.run_here, step, needs, None, None))

@@ -51,6 +51,7 @@ from minispec.load.memory import Budget, Memory, free_bytes, largest_graph, make
 from minispec.load.ranks import gather
 from minispec.load.selftest import PROMPT, self_test
 from minispec.load.tokenizer import Tokenizer, byte_tokenizer, eos_token_ids, load_tokenizer
+from minispec.load.tree_shape import trees_by_batch
 from minispec.load.warm_up import steps_of, time_steps, warm_up
 from minispec.load.weights import load_weights, read_config, resolve_model, tied_as_stored
 from minispec.model import Block, Model, ModelConfig, published_tensors
@@ -626,19 +627,19 @@ def resolve_sizes(config: Config, device: torch.device, limits: dict[str, Any], 
     """Return the sizes of an engine with this drafter; `limits` are keyword arguments of `Sizes.resolve`.
 
     A bucket is a size to which steps are padded. On CUDA the batch buckets are those of --cuda-graph-bs, or by default
-    as few as cost no time; `limits` may name others. On a CPU batches of one and two have the larger trees, and others
-    the smaller ones, since a second size gains less than its graphs take to compile. Of trees proposed on the host
-    batches of one and two have both sizes: what a lookup finds may be short. A CPU has more prefill buckets than CUDA,
-    since all share a graph there, and padding costs time.
+    as few as cost no time; `limits` may name others. A CPU has more prefill buckets than CUDA, since all share a graph
+    there, and padding costs time.
     """
+    trees = trees_by_batch(drafter, limits["max_running"], device.type == "cpu")
     if device.type == "cuda":
         largest = largest_graph(config, free_bytes(device)[1])
-        batches = config.cuda_graph_bs or coarse_batches(limits["max_running"], drafter.nodes, largest)
-        return Sizes.resolve(drafter, **{"batches": batches, **limits})
-    sizes = Sizes.resolve(drafter, both_up_to=2, **limits)
+        least = min((size.nodes for size in drafter.trees), default=1)
+        batches = config.cuda_graph_bs or coarse_batches(limits["max_running"], least, largest)
+        listed = config.speculative_adaptive_config is not None  # then this file says which trees a batch may have
+        return Sizes.resolve(drafter, **{"batches": batches, "trees": () if listed else trees, **limits})
+    sizes = Sizes.resolve(drafter, trees=trees, **limits)
     more = {size for size in CPU_PREFILLS if size < sizes.prefill_sizes[-1]}
-    larger_up_to = sizes.both_up_to if sizes.rounds is not None else 0
-    return replace(sizes, prefill_sizes=tuple(sorted({*sizes.prefill_sizes, *more})), larger_up_to=larger_up_to)
+    return replace(sizes, prefill_sizes=tuple(sorted({*sizes.prefill_sizes, *more})))
 
 
 def captured_batches(config: Config, sizes: Sizes) -> tuple[int, ...]:

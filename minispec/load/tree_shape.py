@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from minispec.beam import candidate_count
-from minispec.config import BUSHY, CHAIN, CPU_SHAPE, LEARNED, NUMBERS, Config
+from minispec.buffers import WEIGHT_BOUND
+from minispec.config import BUSHY, CHAIN, CPU_SHAPE, LEARNED, NUMBERS, WIDE, Config
 from minispec.dflash import DFlashHead, most_nodes
+from minispec.drafter import Drafter
 
 logger = logging.getLogger("minispec")
 
@@ -25,8 +27,9 @@ LOOKUP_NODES = 8  # of the larger trees where texts are looked up too: what a lo
 # Keys of --speculative-adaptive-config that tune SGLang's choice: for all batches, and for each.
 OVER_ALL = ("ema_alpha", "warmup_batches", "update_interval")
 TUNING = ("up_hysteresis", "down_hysteresis", "ceiling_coeff", *OVER_ALL)
-# steps/topk/nodes -> steps and nodes of the smaller tree beside it
+# On a CPU, steps/topk/nodes -> rounds and nodes of the smaller tree beside it.
 SMALLER = {BUSHY: (2, 5), CHAIN: (1, 2), CPU_SHAPE: (1, 2)}
+SEVERAL, WIDE_TREE = 8, (1, 2)  # on CUDA: nodes of the trees of several requests; rounds and nodes of those of many
 
 
 def tree_shape(config: Config, architecture: str, on_cpu: bool = False) -> tuple[int, int, int]:
@@ -47,7 +50,7 @@ def tree_shape(config: Config, architecture: str, on_cpu: bool = False) -> tuple
 
 
 def beam_shape(config: Config, architecture: str, on_cpu: bool) -> dict[str, Any]:
-    """Return steps, topk and nodes of a tree grown on the device, and those of the smaller one beside it.
+    """Return steps, topk and nodes of a tree grown on the device, and rounds and nodes of the smaller ones beside it.
 
     With lookups the larger trees have as many nodes as those, if there are as many candidates, and the smaller are what
     the larger would be without. Logs it if the given size is impossible.
@@ -58,16 +61,19 @@ def beam_shape(config: Config, architecture: str, on_cpu: bool) -> dict[str, Any
         logger.warning("--speculative-num-draft-tokens %d becomes %d: with --speculative-num-steps %d and "
                        "--speculative-eagle-topk %d %s", config.speculative_num_draft_tokens, nodes, steps, topk,
                        why)  # fmt: skip
-    # On CUDA rounds and nodes cost little, and a second size would add a third to the graphs of the first start.
-    smaller = SMALLER.get((steps, topk, nodes)) if config.several_sizes and on_cpu else None
+    smaller: list[tuple[int, int]] = []
+    if on_cpu:
+        smaller = [SMALLER[steps, topk, nodes]] if config.several_sizes and (steps, topk, nodes) in SMALLER else []
+    elif config.adapts_from(on_cuda=True) <= WIDE and not config.has_lookups(on_cpu):
+        smaller = [size for size in (WIDE_TREE, (steps, SEVERAL)) if size[1] < nodes]
     listed = {rounds for allowed in candidate_steps(config).values() for rounds in allowed}
     if fewer := [rounds for rounds in sorted(listed) if 0 < rounds < steps]:
-        smaller = fewer[0], min(nodes - 1, candidate_count(fewer[0], topk) + 1)
+        smaller = [(fewer[0], min(nodes - 1, candidate_count(fewer[0], topk) + 1))]
     if others := sorted(listed - {0, steps, *fewer[:1]}):
         logger.info("--speculative-adaptive-config: candidate_steps %s are not tried, since trees have two sizes",
                     ", ".join(map(str, others)))  # fmt: skip
     wider = min(lookup_nodes(config, nodes), candidate_count(steps, topk) + 1) if config.has_lookups(on_cpu) else nodes
-    return {"rounds": steps, "topk": topk, "nodes": wider, "smaller": (steps, nodes) if wider > nodes else smaller}
+    return {"rounds": steps, "topk": topk, "nodes": wider, "smaller": [(steps, nodes)] if wider > nodes else smaller}
 
 
 def block_shape(config: Config, head: DFlashHead, on_cpu: bool) -> dict[str, Any]:
@@ -82,6 +88,23 @@ def block_shape(config: Config, head: DFlashHead, on_cpu: bool) -> dict[str, Any
                        trained, block)  # fmt: skip
     nodes = most_nodes(chain - 1, topk, nodes or chain)
     return {"block": block, "topk": topk, "nodes": nodes, "smaller": smaller_nodes(config, nodes, on_cpu)}
+
+
+def trees_by_batch(drafter: Drafter, largest: int, on_cpu: bool) -> list[tuple[int, list[int]]]:
+    """Return the trees that each batch up to `largest` may have (`Sizes.trees`).
+
+    On CUDA the rows of a step decide its time, and up to WEIGHT_BOUND of them cost little. So a batch has the largest
+    trees that stay within these rows, or the smallest there are. A third size is for one request alone: several share
+    graphs by size. On a CPU batches of one and two have the larger trees, since a second size gains less than its
+    graphs take to compile. Trees proposed on the host come in all sizes that the batch may have: what a lookup finds
+    may be short, and in a large batch few requests have one. So do, on CUDA, trees that one pass drafts (`dflash.py`).
+    """
+    nodes, rounds = [size.nodes for size in drafter.trees], {size.rounds for size in drafter.trees}
+    several = drafter.rounds is None or (not on_cpu and rounds == {1})
+    bounds = [2 if on_cpu else 1 if index > 1 else WEIGHT_BOUND // nodes[index] for index in range(1, len(nodes))]
+    table = [(most, nodes[: index + 1] if several else [nodes[index]])
+             for index, most in enumerate([largest, *bounds][: len(nodes)])]  # fmt: skip
+    return table[::-1]
 
 
 def candidate_steps(config: Config) -> dict[int, frozenset[int]]:

@@ -18,7 +18,7 @@ import torch
 
 from minispec.buffers import DecodeBuffers, PrefillBuffers
 from minispec.cpu.linear import own_heads
-from minispec.engine import COMPILED, Engine
+from minispec.engine import Engine
 from minispec.load.direct import from_files, rehearsal
 from minispec.load.files import NotMade
 from minispec.load.makers import Makers
@@ -74,7 +74,7 @@ def _around(engine: Engine, step: DecodeBuffers) -> list[str]:
     """Return the names of the graphs around the blocks of a step; batches of two and more share them."""
     batch = "one request" if step.batch == 1 else "several requests"
     names = []
-    for needs in COMPILED:
+    for needs in engine.needs_of(step.batch):
         names += [f"before the target, {step.nodes} nodes a tree", f"after the target, {step.nodes} nodes a tree, "
                   f"{', '.join(sorted(needs)) or 'greedy'}"]  # fmt: skip
         # Without coupling the drafter takes all batches for greedy ones.
@@ -121,7 +121,7 @@ def _run_on_padding(engine: Engine, step: DecodeBuffers | PrefillBuffers, upload
         return
     if uploads:
         step.upload([], ())
-    for needs in COMPILED if engine.small.choice(step.batch, step.nodes) else (GREEDY,):
+    for needs in engine.needs_of(step.batch) if engine.small.choice(step.batch, step.nodes) else (GREEDY,):
         engine.run(step, needs)
 
 

@@ -45,7 +45,7 @@ from torch import Tensor
 from minispec.asked.steps import Allowed, Asking
 from minispec.buffers import DecodeBuffers, PrefillBuffers, Sizes
 from minispec.cuda.graphs import capture
-from minispec.drafter import Batch, Drafter, TreeSize
+from minispec.drafter import Batch, Drafter
 from minispec.engine import Engine
 from minispec.ranks.shards import from_first
 from minispec.sampling import GREEDY
@@ -121,9 +121,8 @@ class Ranks:
         """Return rank 0's sizes on every rank; the others give None."""
         told = b"" if sizes is None else json.dumps(dataclasses.asdict(sizes)).encode()
         given = json.loads(bytes(self.same(told)))
-        smaller = None if given["smaller"] is None else TreeSize(*given["smaller"])
         lists = {name: tuple(given[name]) for name in ("batch_sizes", "prefill_sizes")}
-        return Sizes(**given | lists | {"smaller": smaller})
+        return Sizes(**given | lists | {"trees": tuple((most, tuple(nodes)) for most, nodes in given["trees"])})
 
 
 # ---- the engines -------------------------------------------------------------------------------------------------

@@ -62,13 +62,11 @@ class Pending:
     nodes: int = 1  # N, the nodes of each tree; a prefill step has 1
     launched: float = 0.0  # when the launch began, by `perf_counter`; a decode step's time includes catching up
     # Whether `collect` must still count the rows that this step adds to the backlog. True after a step with looked-up
-    # trees alone, which adds a row for each emitted token. A plain step's one row was counted before the step.
+    # trees alone: a plain step's one row was counted before the step.
     keeps: bool = False
     chunks: Sequence[Chunk] = ()  # the chunks of a prefill step; a decode step has none
     captured: bool = False  # whether the step was the replay of a CUDA graph
-    # The object that ran the step in place of the engine, and holds what requests ask for beyond tokens, such as
-    # log-probabilities; None: no request asks for more than tokens.
-    asked: AskedStep | None = None
+    asked: AskedStep | None = None  # ran the step, and holds what requests ask for beyond tokens; None: none asks
     nan: Sequence[int] = ()  # slots with NaN among their logits, which emit nothing; `collect` sets it
 
     @property
@@ -171,11 +169,10 @@ class Engine:
         self.drafter.compile_small(compiler, choice)
 
     def set_thresholds(self, thresholds: tuple[float, float] | None) -> None:
-        """Accept sampled drafts by these thresholds (single, acc) from the next step on; None: accept exactly.
+        """Accept sampled drafts by these thresholds of `verify.pick_lossy` from the next step on; None: exactly.
 
-        `verify.pick_lossy` explains the two numbers. Compiled and captured code keeps the thresholds of the start. So
-        after the first change sampled decode steps replay no CUDA graph, and their code around the blocks runs
-        uncompiled.
+        Compiled and captured code keeps the thresholds of the start. So after the first change sampled decode steps
+        replay no CUDA graph, and their code around the blocks runs uncompiled.
         """
         if thresholds == self.accept.thresholds:
             return

@@ -121,10 +121,9 @@ class PagedKV:
         """Take `count` pages off the free list, which must hold that many."""
         assert count <= len(self.free), f"asked for {count} pages, {len(self.free)} free"
         pages = [self.free.pop() for _ in range(count)]
-        # The drafter's pages are cleared here. Nobody looks for NaN in them, since NaN there changes no output, but one
-        # text's NaN would spoil the drafts of the next text in the same pages. The target's pages are wiped as soon as
-        # a NaN is found (`wipe`). In float16 the target's pages are cleared here too: the range of float16 is small, so
-        # a row may hold an infinity that nobody noticed, and 0 * infinity is NaN.
+        # Nobody looks for NaN in the drafter's pages, but one text's NaN would spoil the drafts of the next text in the
+        # same pages. The target's pages are wiped as soon as a NaN is found (`wipe`). In float16, whose range is small,
+        # they may hold an infinity that nobody noticed, and 0 * infinity is NaN.
         if self.pool.dtype == torch.float16:
             self.clear(pages)
         else:

@@ -1,9 +1,8 @@
 """Requests: what one generation asks for, how far it has come, and how it ended. Host side only, no torch.
 
-`SamplingParams` says how to generate and is checked once, at construction. A `Request` is a prompt with these
-parameters and its progress; the scheduler owns it. `Limits` check a request before it is queued. An `Update` brings the
-client what one step added. A `RequestError` says why a request cannot be served. Names and defaults are those of
-SGLang's `sampling_params`.
+`SamplingParams` says how to generate. A `Request` is a prompt with these parameters and its progress. `Limits` check a
+request before it is queued. An `Update` brings the client what one step added. Names and defaults are those of SGLang's
+`sampling_params`.
 
 Read next: `scheduler.py` for the life of a request, `sampling.py` for what the parameters do to logits.
 """

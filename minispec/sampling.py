@@ -56,10 +56,9 @@ def _bits(seed: Tensor, position: Tensor, ids: int | Tensor) -> Tensor:
     """Return `[.., V] int32`, 32 uniform bits per token id from `seed, position [..] int64`; ids as in `uniform`.
 
     Seed and position are mixed into a 64-bit key one after the other: if they were added, (seed, position + 1) and
-    (seed + 1, position) would share their noise. Each id is then hashed by hash-prospector's best two-multiply
-    function (github.com/skeeto/hash-prospector, issue 19). Half of the key enters before each multiply: if the whole
-    key entered before the first, two close keys would have the same noise, permuted among the ids. Products of
-    int32 and int64 wrap around in torch on every device, so the bits are the same everywhere.
+    (seed + 1, position) would share their noise. Each id is then hashed by hash-prospector's best two-multiply function
+    (github.com/skeeto/hash-prospector, issue 19). Half of the key enters before each multiply: else two close keys
+    would have the same noise, permuted among the ids. Integer products wrap around in torch on every device alike.
     """
     key = _mix64(_mix64(seed ^ GOLDEN) ^ position)[..., None]
     first, second = (((key >> shift) & 0xFFFFFFFF) - 2**31 for shift in (0, 32))  # in int32's range: casts are exact
@@ -176,9 +175,8 @@ def pick(logits: Tensor, wishes: Wishes, position: Tensor) -> Tensor:
     """Return `[B] int64`, the token picked from each row of `logits [B, V]` at absolute `position [B] int64`.
 
     The order is `adjust`, temperature, top-k, top-p, min-p. Top-p is a share of the probability that top-k kept, as in
-    vLLM. Min-p is relative to the largest probability. No filter removes the likeliest token, so earlier filters do not
-    change min-p's threshold. Greedy requests take the largest adjusted logit, ties to the lowest id. The id is in range
-    even if logits are NaN.
+    vLLM. Min-p is relative to the largest probability, which no filter removes. Greedy requests take the largest
+    adjusted logit, ties to the lowest id. The id is in range even if logits are NaN.
     """
     logits = adjust(logits, wishes)
     if wishes.temperature is None:

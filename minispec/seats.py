@@ -1,8 +1,8 @@
 """Seats: the pages that requests hold while they have a slot. Some belong to the request, others to the prefix cache.
 
 A request's seat begins with the cached pages of its known tokens. Fresh pages follow, for its other known tokens and
-for one tree. More pages are added before the decode steps that need them. When the prompt is complete, and again when
-the request leaves, the seat's full pages enter the prefix cache, where other requests can read them.
+for one tree. When the prompt is complete, and again when the request leaves, the seat's full pages enter the prefix
+cache, where other requests can read them.
 
 Invariant owned here: each page but page 0 is free, in the cache, or owned by one seat. If a request leaves during a
 step, the scheduler keeps its pages (`Flight.left`) until that step's results are on the host.

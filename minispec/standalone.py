@@ -93,8 +93,7 @@ class StandaloneDrafter(BeamDrafter):
         """Return the attention of each call of the model.
 
         In a prefill step: over the chunks, then over the roots after them. In a decode step: over the paths, which end
-        at a root, then over the frontiers. All calls run the model's blocks, so attentions of equal `graph` share one
-        compiled graph.
+        at a root, then over the frontiers. All calls run the model's blocks.
         """
         shape = (plan.blocks, 1) if prefill else (plan.batch, plan.width)
         first = [self._attend(plan)] if prefill else []

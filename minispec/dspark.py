@@ -125,7 +125,8 @@ class DSparkDrafter(DFlashDrafter):
         """
         network, token_map = self.network, self.network.token_map
         states = states[:, network.first : network.first + step.depth]
-        base, said = network.logits(states), list[Tensor]()
+        base = network.logits(states)
+        said: list[Tensor] = []  # not `list[Tensor]()`, which Dynamo cannot trace
 
         def children(row: int, last: Tensor) -> tuple[Tensor, Tensor]:
             """Return scores and ids of the likeliest tokens of a row after each of the tokens before it."""

@@ -25,7 +25,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -166,14 +166,6 @@ class Plan:
         own = [*self.words, *(value for value in vars(self).values() if isinstance(value, Tensor))]
         return [*own, *(tensor for part in self.parts for tensor in part.tensors)]
 
-    @property
-    def name(self) -> str:
-        """The plan's shape in words; plans of different shapes have different names."""
-        if self.prompts:
-            return f"prefill of {self.batch * self.blocks * self.width} rows"
-        window = "" if self.window == self.width else f" in a window of {self.window}"
-        return f"batch {self.batch}, {self.width} nodes each{window}"
-
     def fill(self, slots: Tensor, starts: Tensor, visible: Tensor, live: Tensor, offset: int | Tensor = 0) -> None:
         """Describe the next step: slots, starts [r] int64, visible [r, W, M] bool, live [r, W] bool (false: padding).
 
@@ -219,13 +211,7 @@ class Plan:
         self.full_index[..., :width].copy_(table[:, :width].view(*shape, width))
 
 
-class PagedAttend(Attend, Protocol):
-    """Attention over the pages of all layers under one plan. Objects of equal `graph` share a compiled graph."""
-
-    graph: str
-
-
-AttendKind = Callable[[PagedKV, Plan, int], PagedAttend]  # arguments: the pages, a plan, the number of layers
+AttendKind = Callable[[PagedKV, Plan, int], Attend]  # arguments: the pages, a plan, the number of layers
 
 
 def with_windows(kind: AttendKind, windows: Sequence[int]) -> AttendKind:
@@ -241,7 +227,7 @@ class Windows:
 
     def __init__(self, kind: AttendKind, windows: Sequence[int], kv: PagedKV, plan: Plan, layers: int) -> None:
         self._kinds = {window: kind(kv, plan.within(window), layers) for window in sorted({*windows})}
-        self._windows, self.graph = windows, self._kinds[windows[0]].graph
+        self._windows = windows
 
     def layer(self, index: int) -> LayerAttend:
         """Return the attention of one layer; a call for layer 0 makes all parts work out what their queries see."""
@@ -259,7 +245,6 @@ class PagedFlex:
         tile = min(TILE_KEYS, kv.page_size)
         assert kv.page_size % tile == kv.pool.shape[2] % tile == 0, "a tile of keys must lie within the pool"
         self._layers = [FlexLayer(*kv.layer(index), kv.logical, plan) for index in range(layers)]
-        self.graph = plan.name
 
     def layer(self, index: int) -> FlexLayer:
         """Return the attention of one layer."""

@@ -28,11 +28,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minispec.attention import AttendKind, PagedAttend, Plan
+from minispec.attention import AttendKind, Plan
 from minispec.compiled import Compiler, Key, Small, Step
 from minispec.drafter import Batch, Committed, Drafter, TreeSize
 from minispec.kv import KVShape, PagedKV
-from minispec.model import LayerAttend, Rope
+from minispec.model import Attend, LayerAttend, Rope
 from minispec.request import GREEDY_BELOW
 from minispec.sampling import gumbel
 from minispec.tree import DraftTree
@@ -224,7 +224,7 @@ class BeamDrafter(Drafter):
         slots = kv.table.shape[0]
         like: dict[str, Any] = {"dtype": kv.pool.dtype, "device": kv.pool.device}
         self.state = torch.zeros(slots, self.network.hidden_size, **like)  # the head's output at each slot's last row
-        self._attends: dict[Plan, PagedAttend] = {}
+        self._attends: dict[Plan, Attend] = {}
         self._beams: dict[tuple[int, ...], Beam] = {}  # the beams by B and N
         for batch in batch_sizes:
             plan = Plan(self.kv, batch, 1, self.topk, window=self.window) if self.window else None
@@ -238,23 +238,12 @@ class BeamDrafter(Drafter):
         self.run_network = compiler(type(self.network).forward)
         self.take_in = compiler(BeamDrafter._take_in)
 
-    def attends(self, plan: Plan, prefill: bool) -> dict[str, PagedAttend]:
-        """Return the attention of `commit` in a prefill step, or of `commit` and the frontiers in a decode step."""
-        path = self._attend(plan)
-        # Paths of two tokens are those of trees of one round, which read no frontier.
-        frontier = None if prefill or plan.width == 2 else self._beams[plan.batch, self.nodes].plan
-        graphs = {f"draft's committed tokens, {path.graph}": path}
-        if frontier is not None:
-            graphs[f"draft's frontiers, {self._attend(frontier).graph}"] = self._attend(frontier)
-        return graphs
-
-    def small_graphs(self, nodes: int, samples: bool) -> list[str]:
-        """Return the names of the graphs of `_open`, `_round` and `_close`, where they run."""
-        rounds = {size.nodes: size.rounds or 1 for size in self.trees}[nodes]
-        kind = "sampled" if samples and self.coupled else "greedy"
-        between = [f"between the drafter's rounds, {kind}"] if rounds > 2 else []
-        closing = [f"after the drafter, {nodes} nodes a tree, {kind}"] if rounds > 1 else []
-        return [f"before the drafter, {kind}", *between, *closing]
+    def attend_paths(self, plan: Plan) -> None:
+        """Make the attention for a plan of accepted paths, and for the frontiers of its batch."""
+        self._attend(plan)
+        frontier = self._beams[plan.batch, self.nodes].plan
+        if frontier is not None and plan.width > 2:  # paths of two tokens are those of one round, without a frontier
+            self._attend(frontier)
 
     def propose(self, batch: Batch) -> DraftTree:
         """Grow one tree per request; writes scratch rows beyond the committed ones in the drafter's own pages."""
@@ -344,7 +333,7 @@ class BeamDrafter(Drafter):
         embedding, rope, positions = inputs
         return self.run_network(self.network, embedding, states, rope, self._attend(plan).layer(0), positions)
 
-    def _attend(self, plan: Plan) -> PagedAttend:
+    def _attend(self, plan: Plan) -> Attend:
         """Return the attention over the drafter's own pages under a plan."""
         if plan not in self._attends:
             self._attends[plan] = self.attend_kind(self.kv, plan, self.kv_shape[0])

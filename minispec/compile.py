@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,8 +32,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.out.mkdir(mode=0o755, parents=True, exist_ok=True)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(args.out.resolve())
     from minispec.llm import LLM  # here, since --help need not wait for torch
+    from minispec.load.files import HEADERS, folder
 
     llm = LLM(config=config)
+    shutil.rmtree(folder() / HEADERS, ignore_errors=True)  # which only a compiler reads
     if not llm.compiled:
         sys.exit("minispec: error: nothing was compiled: see above")
 

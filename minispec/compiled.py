@@ -72,24 +72,33 @@ class Small:
         return self.compiled if self.choice(key.batch, key.nodes) else self.eager
 
 
-_step = threading.local()  # its member `eager`: whether this thread's step runs compiled functions eagerly
+class NotMade(RuntimeError):
+    """No file has a compiled function, and it was not to be compiled here."""
+
+
+class Mode(threading.local):
+    """How compiled functions run in this thread."""
+
+    eager = False  # as they are
+    compiles = True  # whether what is in no file is compiled; else NotMade is raised
+    prepared = False  # whether the compiler has been told its settings (`files.prepare`)
+    outputs: dict[Any, Any] | None = None  # what they returned in a rehearsal (`direct.py`), where none runs twice
+
+
+mode = Mode()
+
+
+@contextmanager
+def calling(**how: Any) -> Iterator[None]:
+    """Within this context compiled functions run so; `how` are members of `Mode`."""
+    before = {name: getattr(mode, name) for name in how}
+    vars(mode).update(how)
+    try:
+        yield
+    finally:
+        vars(mode).update(before)
 
 
 def within_step(step: Key) -> AbstractContextManager[None]:
     """Within this context compiled functions run compiled if the step is `ready`, else eagerly."""
-    return eagerly(not (step.original or step).ready)
-
-
-@contextmanager
-def eagerly(eager: bool = True) -> Iterator[None]:
-    """Within this context compiled functions run eagerly, or compiled."""
-    before, _step.eager = runs_eagerly(), eager
-    try:
-        yield
-    finally:
-        _step.eager = before
-
-
-def runs_eagerly() -> bool:
-    """Return whether this thread runs a step that is not ready, so that compiled functions run eagerly."""
-    return getattr(_step, "eager", False)
+    return calling(eager=not (step.original or step).ready)

@@ -36,7 +36,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from minispec.attention import AttendKind, PagedAttend, Plan, with_windows, write_rows
+from minispec.attention import AttendKind, Plan, with_windows, write_rows
 from minispec.beam import Candidates, couple, likeliest, rerank
 from minispec.compiled import Compiler, Key, Small
 from minispec.drafter import Batch, Committed, Drafter, TreeSize
@@ -173,7 +173,7 @@ class DFlashDrafter(Drafter):
     ) -> None:
         """Allocate the drafter's own pages, and a plan for the block at each batch size."""
         self.kv = kv.sibling(self.kv_shape)
-        self._attends: dict[int, PagedAttend] = {}  # by B
+        self._attends: dict[int, Attend] = {}  # by B
         self._passes: dict[tuple[int, ...], Pass] = {}  # by B and N
         window = self.network.window
         kind = with_windows(attend_kind, () if window is None else [window] * self.kv_shape.layers)
@@ -184,16 +184,6 @@ class DFlashDrafter(Drafter):
 
     def compile(self, compiler: Compiler) -> None:
         self.network.run_block = compiler(Block.forward)
-
-    def attends(self, plan: Plan, prefill: bool) -> dict[str, PagedAttend]:
-        """Return the attention of the block in a decode step; `commit` attends to nothing."""
-        attends = [] if prefill else [self._attends[plan.batch]]
-        return {f"draft, {attend.graph}": attend for attend in attends}
-
-    def small_graphs(self, nodes: int, samples: bool) -> list[str]:
-        """Return the names of the graphs of `_open` and `_close`."""
-        kind = "sampled" if samples and self.coupled else "greedy"
-        return ["before the drafter", f"after the drafter, {nodes} nodes a tree, {kind}"]
 
     def propose(self, batch: Batch) -> DraftTree:
         """Draft one tree per request; writes scratch rows from row `lens` on in the drafter's own pages."""

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from minispec.attention import AttendKind, PagedAttend, Plan
+from minispec.attention import AttendKind, Plan
 from minispec.compiled import CompileFor, Compiler, Small
 from minispec.corpora import Corpora
 from minispec.kv import KVShape, PagedKV
@@ -174,19 +174,8 @@ class Drafter(ABC):
         chunks it may have at most.
         """
 
-    def attends(self, plan: Plan, prefill: bool) -> dict[str, PagedAttend]:
-        """Return the attentions of the network's calls in a prefill or a decode step; a key names the call's graph.
-
-        plan: the plan of the prefill step, or the plan of a decode step's accepted paths.
-        """
-        return {}
-
-    def small_graphs(self, nodes: int, samples: bool) -> list[str]:
-        """Return a name for each graph around the network in a step with trees of N nodes.
-
-        samples: whether `Batch` has temperatures. Batches of two and more share a graph, so it is not named by batch.
-        """
-        return []
+    def attend_paths(self, plan: Plan) -> None:  # noqa: B027  most drafters attend to nothing when they take in paths
+        """Make the attention for a plan of accepted paths, before it is first filled."""
 
     def host_drafts(self, slots: Sequence[int]) -> Sequence[Draft]:
         """Propose a tree per slot on the host, before a decode step.

@@ -159,9 +159,9 @@ class Engine:
         for buffers in self.decodes.values():
             buffers.paths = plans.get((buffers.batch, buffers.most)) if buffers.nodes > 1 else None
         for plan in plans.values():
-            # `attends` makes the drafter's attention for this plan. The plan must not be filled before that: the
-            # attention may replace the function that `fill` calls last (`Plan.finish`).
-            drafter.attends(plan, prefill=False)
+            # The plan must not be filled before that: the attention may replace the function that `fill` calls last
+            # (`Plan.finish`).
+            drafter.attend_paths(plan)
 
     def compile_small(self, compiler: Compiler, choice: CompileFor) -> None:
         """Compile the code before and after the blocks of target and drafter, for the steps that `choice` names."""

@@ -27,7 +27,6 @@ from minispec.config import Config
 from minispec.load.build import Build
 from minispec.load.corpora import Library
 from minispec.load.tree_shape import allows
-from minispec.load.warm_up import shapes
 from minispec.request import Request, RequestError, SamplingParams
 from minispec.scheduler import Scheduler, SchedulerOptions
 
@@ -158,11 +157,11 @@ def startup_line(config: Config, scheduler: Scheduler) -> str:
     """Return the line of sizes to log at start, in SGLang's form."""
     pool, sizes = scheduler.limits.pool_rows, scheduler.sizes
     shape = "" if sizes.rounds is None else f"num_steps={sizes.rounds}, eagle_topk={sizes.topk}, "
-    looked_up = f"lookup_draft_tokens={sizes.nodes}, " if sizes.has_lookups else ""
+    looked_up = f", lookup_draft_tokens={sizes.nodes}" if sizes.has_lookups else ""
     weights = "" if config.quantization is None else f"quantization={config.quantization}, "
     return (
         f"{weights}max_total_num_tokens={pool}, chunked_prefill_size={sizes.chunk_size}, "
         f"max_running_requests={sizes.max_running}, context_len={sizes.context_length}, "
         f"page_size={scheduler.kv.page_size}, speculative_algorithm={config.algorithm}, "
-        f"{shape}draft_tokens={sizes.own_nodes}, {looked_up}compiled shapes={len(shapes(scheduler.engine))}"
+        f"{shape}draft_tokens={sizes.own_nodes}{looked_up}"
     )

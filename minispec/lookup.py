@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from minispec.attention import AttendKind, PagedAttend, Plan
+from minispec.attention import AttendKind, Plan
 from minispec.compiled import CompileFor, Compiler
 from minispec.corpora import Corpora
 from minispec.drafter import NOTHING, Batch, Committed, Draft, Drafter, HostTrees, TreeSize
@@ -77,11 +77,8 @@ class Lookups(Drafter):
     def compile_small(self, compiler: Compiler, choice: CompileFor) -> None:
         self.head.compile_small(compiler, choice)
 
-    def attends(self, plan: Plan, prefill: bool) -> dict[str, PagedAttend]:
-        return self.head.attends(plan, prefill)
-
-    def small_graphs(self, nodes: int, samples: bool) -> list[str]:
-        return self.head.small_graphs(self._grown[nodes], samples)
+    def attend_paths(self, plan: Plan) -> None:
+        self.head.attend_paths(plan)
 
     def host_drafts(self, slots: Sequence[int]) -> Sequence[Draft]:
         return self.texts.host_drafts(slots) if self.reads_text else [NOTHING] * len(slots)

@@ -19,7 +19,6 @@ import dataclasses
 import json
 import logging
 import os
-import shutil
 import signal
 import sys
 import time
@@ -28,14 +27,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property, partial, partialmethod
-from pathlib import Path
 from typing import Any, cast
 
 from aiohttp import web
 
 from minispec.config import Config
 from minispec.load.flags import config_from_args
-from minispec.load.machine import own_compile_cache
+from minispec.load.machine import own_compile_cache, remove_caches
 from minispec.replicas.workers import Replicas
 from minispec.replies.formats import CALLS, THOUGHTS, Formats, calls_of
 from minispec.request import Request, RequestError, Update, choice_seed, one_line, short
@@ -590,12 +588,12 @@ def _tokenized(job: parse.Job, front: Front, served: Served) -> list[Request]:
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-async def serve(config: Config, temporary: Path | None = None) -> int:
+async def serve(config: Config) -> int:
     """Serve until a signal comes, let running requests finish, and end the process.
 
     The exit code is 0, or 1 if the engine was lost. Without a signal the process ends only if `Server.must_end` is set,
     and the code is 1. This function returns only if the server cannot listen on its address or cannot use its
-    certificate; the value is 1. `temporary`: a folder to remove at the end.
+    certificate; the value is 1.
     """
     try:
         server = Server(config, build_sealed_llm)
@@ -626,8 +624,7 @@ async def serve(config: Config, temporary: Path | None = None) -> int:
         logger.info("shut down: %s", f"{ended} ended with an error" if left else "no request was cut off")
     # Threads that compile or tokenize a long prompt cannot be interrupted. An ordinary exit would wait for them, so the
     # process ends by `os._exit`, and what an ordinary exit would do is done here.
-    if temporary is not None:
-        shutil.rmtree(temporary, ignore_errors=True)
+    remove_caches()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -648,19 +645,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL)  # its errors quote raw requests, perhaps with keys
     for note in config.notes:
         logger.warning("%s", note)
-    code, temporary = 0, own_compile_cache()
+    own_compile_cache()
+    code = 0
     try:
         rank = 0 if config.tp_size == 1 else config.first_rank()
     except ValueError as error:
         sys.exit(f"minispec: error: {error}")
     if rank == 0:
-        code = asyncio.run(serve(config, temporary))
+        code = asyncio.run(serve(config))
     else:
         from minispec.load.rank import be_rank  # here, since the server listens before torch is imported
 
         be_rank(config)  # follows rank 0 until that ends
-    if temporary is not None:
-        shutil.rmtree(temporary, ignore_errors=True)
     sys.exit(code)
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minispec.attention import AttendKind, PagedAttend, Plan, with_windows
+from minispec.attention import AttendKind, Plan, with_windows
 from minispec.beam import BeamDrafter, Inputs
 from minispec.compiled import Compiler
 from minispec.drafter import Committed
@@ -89,16 +89,8 @@ class StandaloneDrafter(BeamDrafter):
     def compile(self, compiler: Compiler) -> None:
         self.network.model.compile_blocks(compiler)
 
-    def attends(self, plan: Plan, prefill: bool) -> dict[str, PagedAttend]:
-        """Return the attention of each call of the model.
-
-        In a prefill step: over the chunks, then over the roots after them. In a decode step: over the paths, which end
-        at a root, then over the frontiers. All calls run the model's blocks.
-        """
-        shape = (plan.blocks, 1) if prefill else (plan.batch, plan.width)
-        first = [self._attend(plan)] if prefill else []
-        attends = [*first, *super().attends(self._tails[shape], prefill).values()]
-        return {f"draft, {attend.graph}": attend for attend in attends}
+    def attend_paths(self, plan: Plan) -> None:
+        super().attend_paths(self._tails[plan.batch, plan.width])
 
     def commit(self, new: Committed) -> None:
         """Write the rows of the tokens just committed and of the root after them; keep the state at the root."""

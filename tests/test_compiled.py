@@ -7,28 +7,34 @@ after warm-up. Here every call of a block and of a draft head is made three ways
 from __future__ import annotations
 
 import gc
+import os
 import random
 import shutil
+import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from exactness import Oracle, build, forget_graphs, request, run, tiny_model, truth_of
+from filelock import FileLock
 from test_engine import MODEL, eagle3
 from three_ways import ThreeWays
 from torch import Tensor, nn
+from torch._inductor import config as inductor
 from torch._inductor.exc import InductorError
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from minispec.compiled import Key
+from minispec.compiled import Key, NotMade, calling
 from minispec.engine import Engine
 from minispec.load import files as files_module
-from minispec.load.direct import DirectStep, from_files
+from minispec.load.direct import DirectStep
 from minispec.scheduler import Scheduler
 from minispec.tree import Shape
 
@@ -159,7 +165,7 @@ CHANGES: dict[str, tuple[Callable[[], Scaled], Tensor, int, frozenset[str]]] = {
 def called(owner: Scaled, x: Tensor, number: int, needs: frozenset[str], compiles: bool) -> Tensor:
     """Return what the compiled function gives, as a new process would: what is loaded is forgotten."""
     forget_graphs()
-    with torch.inference_mode(), nullcontext() if compiles else from_files():
+    with torch.inference_mode(), calling(compiles=compiles):
         found: Tensor = DirectStep(Scaled.step)(owner, x, Numbered(number), needs)
         torch.testing.assert_close(found, owner.step(x, Numbered(number), needs))
         return found
@@ -181,37 +187,45 @@ def test_a_file_serves_what_it_was_made_for_and_nothing_else(what: str, cache: P
     if what == "nothing":
         called(make(), *rest, compiles=False)
         return
-    with pytest.raises(files_module.NotMade, match="Scaled.step"):
+    with pytest.raises(NotMade, match="Scaled.step"):
         called(make(), *rest, compiles=False)
 
 
-@pytest.mark.parametrize("what", ["a global", "a function", "the source", "PyTorch", "an option", "the processor"])
+AROUND = ("a global", "a function", "the source", "the lowerings", "PyTorch", "Python", "the threads", "the processor")
+
+
+@pytest.mark.parametrize("what", AROUND)
 def test_a_file_knows_what_was_around_it(what: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make, *rest = CHANGES["nothing"]
     files_module._fixed.cache_clear()
     files_module._checksum.cache_clear()
     here = sys.modules[__name__]
-    changes: dict[str, Callable[[], None]] = {
+    changes: dict[str, Callable[[], Any]] = {
         "a global": lambda: monkeypatch.setattr(here, "EXTRA", 0.25),
         "a function": lambda: monkeypatch.setattr(here, "added", lambda x: x * 0),
         "the source": lambda: monkeypatch.setattr(files_module, "_checksum", lambda module: "another"),
+        "the lowerings": lambda: monkeypatch.setattr(files_module, "__file__", "/none/load/files.py"),
+        "Python": lambda: monkeypatch.setattr(files_module.platform, "python_version", lambda: "3.99"),
         "PyTorch": lambda: monkeypatch.setattr(torch, "__version__", "2.99.0"),
-        "an option": lambda: monkeypatch.setattr(files_module, "_options", lambda: [("cpp.threads", "77")]),
+        "the threads": lambda: undone.enter_context(inductor.patch({"cpp.threads": 77})),
         "the processor": lambda: monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512": False}),
     }
-    changes[what]()
-    with pytest.raises(files_module.NotMade):
-        called(make(), *rest, compiles=False)
+    with ExitStack() as undone:
+        changes[what]()
+        with pytest.raises(NotMade):
+            called(make(), *rest, compiles=False)
     files_module._fixed.cache_clear()
 
 
-@pytest.mark.parametrize("what", ["cut", "another byte", "others may write it", "a folder above", "a link"])
+@pytest.mark.parametrize(
+    "what", ["cut", "another byte", "others may write it", "another's", "a folder above", "a link"]
+)
 def test_a_file_that_is_damaged_or_could_be_anybody_s_never_runs(
     what: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     shutil.copytree(cache, tmp_path / "cache")
     monkeypatch.setenv(files_module.CACHE, str(tmp_path / "cache"))
-    (made,) = (tmp_path / "cache" / "minispec").glob("*.0")
+    (made,) = (tmp_path / "cache" / "minispec").glob(f"*{files_module.ENDING}")
     make, *rest = CHANGES["nothing"]
     called(make(), *rest, compiles=False)
     content = made.read_bytes()
@@ -219,8 +233,12 @@ def test_a_file_that_is_damaged_or_could_be_anybody_s_never_runs(
         made.write_bytes(content[:-100])
     elif what == "another byte":
         made.write_bytes(content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
-    elif what == "others may write it":
+    elif what == "others write it":
         made.chmod(0o666)
+    elif what == "another's":
+        mine = made.stat()
+        theirs = os.stat_result([*mine[:4], 12345, *mine[5:]])
+        monkeypatch.setattr(os, "fstat", lambda file: theirs)
     else:
         (tmp_path / "cache").chmod(0o777)
         files_module._folder.cache_clear()
@@ -229,21 +247,59 @@ def test_a_file_that_is_damaged_or_could_be_anybody_s_never_runs(
             monkeypatch.setenv(files_module.CACHE, str(tmp_path / "link"))
     ran: list[Any] = []
     monkeypatch.setattr(torch.compiler, "load_compiled_function", lambda *args, **options: ran.append(args))
-    with pytest.raises(files_module.NotMade):
+    with pytest.raises(NotMade):
         called(make(), *rest, compiles=False)
     assert not ran and sum(record.name == "minispec" for record in caplog.records) == 1
     assert "made anew" in caplog.text or "can be written by others" in caplog.text
 
 
-def test_a_pytorch_that_compiles_nothing_ahead_compiles_as_it_did(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_file_for_one_gpu_is_not_found_on_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeTensorMode():
+        x = torch.empty(2, device="cuda")
+    names = ["NVIDIA H100", "NVIDIA H200"]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names.pop())
+    assert files_module.machine([x]) != files_module.machine([x])
+
+
+def test_a_cache_that_cannot_be_written_is_replaced_with_one_line(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(files_module.CACHE, str(tmp_path))
-    compiler = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda *args, **how: partial(compiler(*args, **{**how, "options": None})))
-    called(Scaled(6.0), torch.ones(3), 7, frozenset({"a"}), compiles=True)
-    forget_graphs()
-    assert not list((tmp_path / "minispec").glob("*.0"))
+    monkeypatch.setattr(os, "access", lambda path, how: "minispec-inductor" in str(path))  # root may write everywhere
+    called(Scaled(8.0), torch.ones(3), 7, frozenset({"a"}), compiles=True)
+    assert caplog.text.count("it cannot be written") == 1 and not list(tmp_path.rglob(f"*{files_module.ENDING}"))
+
+
+def test_of_two_processes_with_one_cache_one_compiles(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server waits for the other one's file; a process beside a server goes on with other functions."""
+    shutil.copytree(cache, tmp_path / "cache")
+    monkeypatch.setenv(files_module.CACHE, str(tmp_path / "cache"))
+    make, *rest = CHANGES["nothing"]
+    (made,) = (tmp_path / "cache" / "minispec").glob(f"{Scaled.step.__qualname__}-*{files_module.ENDING}")
+    made.rename(tmp_path / "made")
+    monkeypatch.setattr(files_module, "compile_function", None)
+    x, number, needs = rest
+    outputs: dict[Any, Any] = {}
+    with ThreadPoolExecutor(1) as server, FileLock(made.with_name(f"{made.name.rsplit('.', 2)[0]}.lock")):
+        forget_graphs()
+        with calling(outputs=outputs):
+            DirectStep(Scaled.step)(make(), x, Numbered(number), needs)
+        assert [kind for kind, _ in outputs] == [NotMade]
+        waits = server.submit(called, make(), *rest, compiles=True)
+        time.sleep(0.2)
+        assert not waits.done()
+        (tmp_path / "made").rename(made)
+    waits.result()
+
+
+def test_without_a_compiler_files_are_loaded_all_the_same(cache: Path, tmp_path: Path) -> None:
+    code = "import test_compiled as t; make, *rest = t.CHANGES['nothing']; t.called(make(), *rest, compiles=False)"
+    env = {"PATH": str(tmp_path), "HOME": str(tmp_path), files_module.CACHE: str(cache),
+           "PYTHONPATH": os.pathsep.join(sys.path),
+           "OMP_NUM_THREADS": str(torch.get_num_threads())}  # fmt: skip
+    subprocess.run([sys.executable, "-c", code], env=env, check=True)
 
 
 def test_a_full_disk_costs_the_file_alone(cache: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
@@ -277,7 +333,7 @@ def test_another_machine_takes_what_fits_from_a_folder(cache: Path, tmp_path: Pa
         monkeypatch.setenv(files_module.CACHE, str(tmp_path / f"own{number}"))
         cache.chmod(mode)
         files_module.take_from(cache)
-        with nullcontext() if works else pytest.raises(files_module.NotMade):
+        with nullcontext() if works else pytest.raises(NotMade):
             called(make(), *rest, compiles=False)
     cache.chmod(0o700)
     assert "can be written by others" in caplog.text

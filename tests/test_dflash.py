@@ -39,7 +39,7 @@ from minispec.load.direct import DirectStep
 from minispec.load.drafters import make_drafter
 from minispec.load.heads import load_head
 from minispec.load.tokenizer import byte_tokenizer
-from minispec.load.warm_up import shapes, warm_up
+from minispec.load.warm_up import warm_up
 from minispec.lookup import Lookups
 from minispec.model import Model, ModelError
 from minispec.sampling import gumbel
@@ -709,8 +709,6 @@ def test_compiled_all_graphs_are_made_before_and_drafts_are_the_same(folder: Pat
     scheduler.engine.compile_small(compiler, lambda batch, nodes: batch == 1)
     with torch.inference_mode():
         warm_up(scheduler.engine, lambda line: None)
-    names = shapes(scheduler.engine)  # the block of one request and that of two; prompts need no graph of the draft's
-    assert sum(name.startswith("draft, ") for name in names) == 2 and "the drafter" in " ".join(names)
     seen = watch(scheduler, compiled=True)
     requests = mixed_requests(4, max_new_tokens=8)
     requests[0].params = replace(requests[0].params, temperature=0.9)

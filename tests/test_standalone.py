@@ -42,7 +42,7 @@ from minispec.load.direct import DirectStep
 from minispec.load.draft_models import ids_differ, load_draft, tokenizer_digest
 from minispec.load.memory import Budget
 from minispec.load.tokenizer import byte_tokenizer, load_tokenizer
-from minispec.load.warm_up import shapes, warm_up
+from minispec.load.warm_up import warm_up
 from minispec.model import Model
 from minispec.request import Request
 from minispec.scheduler import Scheduler
@@ -207,8 +207,7 @@ def test_compiled_it_is_one_graph_a_shape_whatever_the_depth_and_the_trees_are_t
         warm_up(scheduler.engine, lambda line: None)
     # The target's prompt, a tree and a plain step; the draft's paths and frontiers, of few rows, and the roots of a
     # prefill step, one a query block. The models are of one shape, so the draft's prompts are the target's graph.
-    assert graphs_made() == 6, shapes(scheduler.engine)
-    assert len(shapes(scheduler.engine)) == 6 + 1
+    assert graphs_made() == 6
     compare = record(scheduler)
     requests = mixed_requests(count=4, max_new_tokens=10)
     run(scheduler, requests)

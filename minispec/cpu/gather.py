@@ -65,14 +65,8 @@ class PagedGather:
         if plan.prompts:
             _gathers[id(self)] = self
             self.handle = torch.tensor(id(self))
-            self.graph = "prompts of any length"
             self._layers: Sequence[GatherLayer | PromptLayer] = [PromptLayer(kv, at, self) for at in range(layers)]
             return
-        several = "several sequences" if plan.batch > 1 else "one sequence"
-        count = "one row" if plan.width == 1 else f"{plan.width} rows"
-        folded = ", folded" if self.folds else ""
-        short = self.few or plan.width == 1
-        self.graph = f"{several} of {count}" if short else f"{several} of any length{folded}"
         self._layers = [GatherLayer(*kv.layer(index), self) for index in range(layers)]
         # What the layers read lies at the front of these, which are made with the first step.
         self._rows: Tensor | None = None

@@ -81,8 +81,6 @@ class PagedChains:
         self.chains: Sequence[Chain] = ()
         self.handle = torch.tensor(id(self))
         _chains[id(self)] = self
-        several = "several sequences" if plan.batch > 1 else "one sequence"
-        self.graph = f"{several} of {'one row' if plan.width * plan.blocks == 1 else 'any length'}, each row alone"
         self._layers = [ChainLayer(kv, at, self) for at in range(layers)]
 
     def layer(self, index: int) -> ChainLayer:

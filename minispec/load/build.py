@@ -667,5 +667,6 @@ def _can_compile(config: Config, device: torch.device) -> bool:
         return False
     if device.type == "cuda" or has_compiler():
         return True
-    logger.warning("torch.compile needs a C++ compiler (g++ or clang++) and found none: running eagerly, slower")
-    return False
+    logger.warning("torch.compile needs a C++ compiler (g++ or clang++) and found none: what is in no file runs "
+                   "eagerly, slower")  # fmt: skip
+    return not is_empty()

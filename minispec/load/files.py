@@ -5,9 +5,9 @@ and loaded without asking Dynamo (the tracer of torch.compile) again.
 
 A graph takes much for granted: sizes and dtypes of tensors, numbers, types, which tensors are one. Dynamo lists all of
 it as its guards, which it would check at each call. Here guards become facts, which stand in the file beside the code:
-an expression over the function's arguments and what it gave, as text. They are checked once, before a file's code is
-called for new arguments (`Loaded.fits`), so a wrong file is never run. A file's name only has to find it: it holds what
-can be seen without tracing. Files of one name that differ in facts are numbered.
+an expression over the function's arguments and what it gave. They are checked once, before a file's code is called for
+new arguments (`Loaded.fits`), so a wrong file is never run. A file's name only has to find it: it holds what can be
+seen without tracing, and a checksum of the facts.
 
 What facts do not show stands in the name (`machine`): PyTorch, processor, threads, Inductor's options, the code that
 lowers our operators. And a file knows the source that was traced, by checksum.
@@ -20,15 +20,13 @@ Read next: `direct.py`, which calls what is loaded; `makers.py`, the processes t
 
 from __future__ import annotations
 
-import atexit
-import fcntl
 import functools
 import hashlib
 import inspect
 import io
-import json
 import logging
 import os
+import pickle
 import platform
 import re
 import shutil
@@ -37,26 +35,26 @@ import subprocess
 import sys
 import tempfile
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor
 
+from minispec.compiled import NotMade, mode
 from minispec.cpu import template
-from minispec.load.machine import own_compile_cache
+from minispec.load.machine import CACHE, own_compile_cache, temporary_cache
 
 logger = logging.getLogger("minispec")
 
-CACHE = "TORCHINDUCTOR_CACHE_DIR"  # the variable that names Inductor's cache
-FORMAT = 1  # to be raised when what a file holds changes
-HEAD = 64  # bytes at the front of a file, which say how many bytes of facts follow
-
+FORMAT = 2  # to be raised when what a file holds changes
+ENDING = ".code"  # of a file's name
+HEADERS = "headers"  # the folder of compiled headers, of 150 MB each
 BACKEND: Any = "inductor"  # of torch.compile
 
-Facts = Mapping[str, Any]  # expressions over a function's arguments, and what `described` says of each value
+Facts = Mapping[str, Any]  # for expressions over a function's arguments: what `_fact` says of their values
 # Guards that say nothing about the graph's inputs: no module of ours has hooks, and a type is described with its value.
 _IGNORED = ("EMPTY_NN_MODULE_HOOKS_DICT", "NOT_PRESENT_IN_GENERIC_DICT")
 
@@ -64,15 +62,22 @@ _IGNORED = ("EMPTY_NN_MODULE_HOOKS_DICT", "NOT_PRESENT_IN_GENERIC_DICT")
 # ---- facts -----------------------------------------------------------------------------------------------------------
 
 
-def described(value: Any) -> Any:
-    """Return all that a graph may take for granted of a value, in JSON's types; None stands for an open size.
+def described(value: Any, like: Any = None) -> Any:
+    """Return all that a graph may take for granted of a value.
 
-    A size is open from two on, in a dimension that is marked as one of any length.
+    None stands for an open size, of two or more: in a dimension that is marked as one of any length, or open in `like`,
+    a description.
     """
     if isinstance(value, Tensor):
         marked = getattr(value, "_dynamo_weak_dynamic_indices", ())
-        sizes = [None if at in marked and size != 1 else size for at, size in enumerate(value.shape)]
-        return [_kind(value), sizes, _layout(value, sizes)]
+        if isinstance(like, tuple):
+            marked = [at for at, size in enumerate(like[1]) if size is None]
+        sizes = tuple(None if at in marked and size != 1 else size for at, size in enumerate(value.shape))
+        # Strides but for dimensions of one; where a size is open, only whether the tensor is contiguous.
+        steps = [step for step, size in zip(value.stride(), sizes, strict=True) if size != 1]
+        kind = "Parameter" if isinstance(value, torch.nn.Parameter) else type(value).__name__.removeprefix("Fake")
+        kind = f"{kind} {value.dtype} {value.device} {value.requires_grad}"
+        return kind, sizes, value.is_contiguous() if None in sizes else steps
     if isinstance(value, (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType)):
         return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, (set, frozenset)):
@@ -83,34 +88,9 @@ def described(value: Any) -> Any:
     return f"{kind} of {len(value)}" if isinstance(value, (tuple, list, dict)) else kind
 
 
-def _holds(fact: Any, value: Any) -> bool:
-    """Return whether what a file describes holds for this value."""
-    if not isinstance(fact, list) or not isinstance(value, Tensor):
-        return bool(fact == described(value))
-    kind, sizes, layout = fact
-    if kind != _kind(value) or len(sizes) != value.dim():
-        return False
-    now = [size if wanted is not None or size == 1 else None for wanted, size in zip(sizes, value.shape, strict=True)]
-    return bool(now == sizes and layout == _layout(value, sizes))
-
-
-def _kind(tensor: Tensor) -> str:
-    kind = "Parameter" if isinstance(tensor, torch.nn.Parameter) else type(tensor).__name__.removeprefix("Fake")
-    return f"{kind} {tensor.dtype} {tensor.device} {tensor.requires_grad}"
-
-
-def _layout(tensor: Tensor, sizes: Sequence[int | None]) -> bool | list[int]:
-    """Return the strides, but for dimensions of one; where a size is open, only whether the tensor is contiguous."""
-    if None in sizes:
-        return tensor.is_contiguous()
-    return [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]
-
-
-def _same(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return {expression: the earlier expression that gives the same tensor}."""
-    first: dict[int, str] = {}
-    pairs = {name: first.setdefault(id(value), name) for name, value in values.items() if isinstance(value, Tensor)}
-    return {name: other for name, other in pairs.items() if name != other}
+def _fact(name: str, value: Any, seen: dict[int, Any], like: Any = None) -> tuple[Any, str]:
+    """Return a value's description, and the first expression that gave the same tensor; seen: what was given so far."""
+    return described(value, like), seen.setdefault(id(value), (name, value))[0] if isinstance(value, Tensor) else name
 
 
 class Loaded(NamedTuple):
@@ -118,23 +98,19 @@ class Loaded(NamedTuple):
 
     function: Callable[..., Any]  # before it was compiled
     facts: Facts
-    same: Mapping[str, str]  # expressions that give one tensor
     call: Callable[..., Any]
 
     def fits(self, args: Sequence[Any]) -> bool:
         """Return whether the code is right for these arguments, the owner included."""
-        names = dict(zip(_parameters(self.function), args, strict=True))
+        names = dict(_signature(self.function).bind(*args).arguments)
         cells = zip(self.function.__code__.co_freevars, self.function.__closure__ or (), strict=True)
         names |= {name: cell.cell_contents for name, cell in cells} | {"G": _Globals(self.function.__globals__)}
-        values = {}
+        seen: dict[int, Any] = {}
         try:
-            for name, fact in self.facts.items():
-                values[name] = eval(_code(name), names)
-                if not _holds(fact, values[name]):
-                    return False
+            facts = self.facts.items()
+            return all(fact == _fact(name, eval(_code(name), names), seen, fact[0]) for name, fact in facts)
         except (AttributeError, LookupError, NameError, TypeError):  # something that the code reads is not there
             return False
-        return _same(values) == self.same
 
 
 class _Globals(dict[str, Any]):
@@ -144,17 +120,12 @@ class _Globals(dict[str, Any]):
         return sys.modules[name.removeprefix("__import_").replace("_dot_", ".")]
 
 
-@functools.cache
-def _code(expression: str) -> types.CodeType:
-    return compile(expression, "<guard>", "eval")
+_code = functools.cache(functools.partial(compile, filename="<guard>", mode="eval"))
+_signature = functools.cache(inspect.signature)
 
 
 def compile_function(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Loaded, Any]:
-    """Compile a function for these arguments, without running it; return it, and PyTorch's object for it.
-
-    A PyTorch without `aot_compile` gives None for the latter, so there is nothing to save. What its torch.compile
-    returns has guards of its own and serves all arguments.
-    """
+    """Compile a function for these arguments, without running it; return it, and PyTorch's object for it."""
     values: dict[str, Any] = {}
 
     def note(guards: Sequence[Any]) -> list[bool]:
@@ -165,26 +136,22 @@ def compile_function(function: Callable[..., Any], args: Sequence[Any]) -> tuple
                 values[guard.name] = guard.value
         return [False] * len(guards)
 
-    how: dict[str, Any] = {"backend": BACKEND, "fullgraph": True, "dynamic": False}
-    options = tuning(function, args)
-    compiler: Any = torch.compile(function, **how, options={**options, "guard_filter_fn": note})
-    if not hasattr(compiler, "aot_compile"):
-        return Loaded(function, {}, {}, torch.compile(function, **how, options=options or None)), None
-    made = compiler.aot_compile((tuple(args), {}))
-    values = dict(sorted(values.items()))
-    return Loaded(function, {name: described(value) for name, value in values.items()}, _same(values), made.fn), made
+    options = {**tuning(function, args), "guard_filter_fn": note}
+    compiler: Any = torch.compile(function, backend=BACKEND, fullgraph=True, dynamic=False, options=options)
+    made, seen = compiler.aot_compile((tuple(args), {})), dict[int, Any]()
+    return Loaded(function, {name: _fact(name, values[name], seen) for name in sorted(values)}, made.fn), made
 
 
 def _compile(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Loaded, Any]:
     """Do the same; what a compiler that was killed left of a library is removed, which Inductor would try to load."""
-    while True:
-        try:
-            return compile_function(function, args)
-        except Exception as error:
-            cut = re.search(r"ImportError: (/\S+\.so): ", str(error))
-            if cut is None or not (library := Path(cut[1])).exists():
-                raise
-            library.unlink()
+    try:
+        return compile_function(function, args)
+    except Exception as error:
+        cut = re.search(r"ImportError: (/\S+\.so): ", str(error))
+        if cut is None or not Path(cut[1]).exists():
+            raise
+        Path(cut[1]).unlink()
+        return _compile(function, args)
 
 
 def tuning(function: Callable[..., Any], args: Sequence[Any]) -> dict[str, Any]:
@@ -198,87 +165,110 @@ def tuning(function: Callable[..., Any], args: Sequence[Any]) -> dict[str, Any]:
     return {"coordinate_descent_tuning": True} if one_row else {}
 
 
-def _content(loaded: Loaded, made: Any) -> bytes:
-    """Return what a file is to hold."""
-    sources = {part.module: _checksum(part.module) for part in made.source_info().inlined_sources}
-    code = type(made).serialize(made).serialized_data
-    head = {"facts": loaded.facts, "same": loaded.same, "sources": sources, "code": hashlib.sha256(code).hexdigest()}
-    text = json.dumps(head).encode()
-    return str(len(text)).encode().ljust(HEAD) + text + code
-
-
-@functools.cache
-def _parameters(function: Callable[..., Any]) -> list[str]:
-    return list(inspect.signature(function).parameters)
-
-
 @functools.cache
 def _checksum(module: str) -> str:
     """Return the checksum of a module's source; empty if it has none, or is none of this process."""
-    if (found := sys.modules.get(module)) is None:
-        return ""
-    path = getattr(found, "__file__", None)
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
+    path = getattr(sys.modules.get(module), "__file__", None)
+    return _sum(Path(path).read_bytes()).decode() if path else ""
+
+
+def _sum(content: bytes) -> bytes:
+    return hashlib.sha256(content).hexdigest().encode()
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-class NotMade(RuntimeError):
-    """No file has the compiled function, and it was not to be compiled here."""
-
-
-def find(
-    function: Callable[..., Any], args: Sequence[Any], name: str, compiles: bool = True, rehearses: bool = False
-) -> Loaded:
+def find(function: Callable[..., Any], args: Sequence[Any], name: str) -> Loaded:
     """Return a function compiled for these arguments, the owner first: from a file, or compiled and kept in one.
 
-    name: of the file, without what `machine` says. compiles: False raises NotMade in place of compiling. rehearses: the
-    function is not to be called, and NotMade is raised in place of waiting for a process that is making it.
+    name: of the file, without what `machine` says. Raises NotMade if it is in no file and `mode` forbids to compile, or
+    in a rehearsal if another process is making it.
     """
     prepare()
-    path = folder() / f"{function.__qualname__}-{hashlib.sha256(f'{name} {machine(args)}'.encode()).hexdigest()[:32]}"
-    found, _ = _look(path, function, args, not rehearses)
-    if found is not None:
+    label = f"{function.__qualname__}-{_sum(f'{name} {machine(args)}'.encode()).decode()[:32]}"
+    if (found := _look(label, function, args)) is not None:
         return found
-    if not compiles:
+    if not mode.compiles:
         raise NotMade(f"{function.__qualname__} is in no file yet")
-    with _alone(path, not rehearses):
-        found, place = _look(path, function, args, not rehearses)
-        if found is not None:  # another process has made it meanwhile
-            return found
-        loaded, made = _compile(function, args)
-        if made is None:
-            return loaded
+    try:  # a killed process's lock is released
+        with FileLock(folder() / f"{label}.lock", timeout=-1 if mode.outputs is None else 0):
+            return _look(label, function, args) or _make(label, function, args)  # as another may have made it meanwhile
+    except Timeout:
+        raise NotMade(f"another process makes {label}") from None
+
+
+def _look(label: str, function: Callable[..., Any], args: Sequence[Any]) -> Loaded | None:
+    """Return the function of the first file of a label that is right for these arguments; a rehearsal gets no code."""
+    for path in sorted(folder().glob(f"{label}.*{ENDING}")):
         try:
-            content = _content(loaded, made)
-            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-                file.write(content)
-            os.replace(file.name, place)
-        except Exception as error:  # a full disk, say, or a function that holds what cannot be pickled
-            why = f"{type(error).__name__}: {error}".splitlines()[0]
-            logger.warning("compiled code of %s is not kept: %s", function.__qualname__, why)
-        return loaded
+            with open(path, "rb") as file:
+                if not _ours(os.fstat(file.fileno())):
+                    raise PermissionError("it can be written by others")
+                checksum, content = file.read(64), file.read()
+            if checksum != _sum(content):
+                raise ValueError("it is not whole")
+            facts, sources, code = pickle.loads(content)
+            loaded = Loaded(function, facts, function)
+            if any(_checksum(module) != known for module, known in sources.items()) or not loaded.fits(args):
+                continue
+            if mode.outputs is None:
+                made: Any = torch.compiler.load_compiled_function(io.BytesIO(code), f_globals=function.__globals__)
+                loaded = loaded._replace(call=made.fn)
+            return loaded
+        except Exception as error:  # unpickling a file of another release may raise anything
+            logger.warning("%s cannot be loaded and is made anew: %s: %s", path, type(error).__name__, error)
+            path.unlink(missing_ok=True)
+    return None
 
 
-@functools.cache
+def _make(label: str, function: Callable[..., Any], args: Sequence[Any]) -> Loaded:
+    loaded, made = _compile(function, args)
+    try:
+        sources = {part.module: _checksum(part.module) for part in made.source_info().inlined_sources}
+        content = pickle.dumps((loaded.facts, sources, type(made).serialize(made).serialized_data))
+        number = _sum(repr(loaded.facts).encode()).decode()[:16]
+        _write(folder() / f"{label}.{number}{ENDING}", _sum(content) + content)
+    except Exception as error:  # a full disk, say, or a function that holds what cannot be pickled
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        logger.warning("compiled code of %s is not kept: %s", function.__qualname__, why)
+    return loaded
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file, whole or not at all."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(content)
+    os.replace(file.name, path)
+
+
 def prepare() -> None:
-    """Import Dynamo and Inductor, and tell them what every process of ours must agree on, as it is in names of files.
+    """Import Dynamo and Inductor, and tell them what all of ours must agree on, as it is in names of files.
 
-    A start does not wait for this import of two seconds, so `direct.py` calls this with the first function.
+    They are told once for each thread, since their settings belong to a thread. A start does not wait for this import
+    of two seconds, so `find` calls this with the first function.
     """
+    if mode.prepared:
+        return
+    mode.prepared = True
     os.environ.setdefault("TORCH_WARM_POOL", "0")  # processes that compile for CUDA alone
     from torch._dynamo import config as dynamo
-    from torch._inductor import compile_fx, config, cpp_builder, cpu_vec_isa  # noqa: F401
+    from torch._inductor import codecache, compile_fx, config, cpp_builder, cpu_vec_isa  # noqa: F401
 
     dynamo.enable_aot_compile = True  # the default since PyTorch 2.13
     # Every function is traced once, so what the operations of one trace tell the next is not worth keeping.
     dynamo.fake_tensor_cache_enabled = False
-    dynamo.recompile_limit = max(dynamo.recompile_limit, 1000)  # of a PyTorch without `aot_compile`: a graph a shape
     # Unset, it would be missing from the key, and code be made for another number of threads.
     config.cpp.threads = torch.get_num_threads()
+    # PyTorch keeps compiled headers in a folder that all users share, and others could put code there.
+    vars(codecache).update(_HEADER_DIR=str(folder() / HEADERS), _HEADER_LOCK_DIR=str(folder() / HEADERS / "locks"))
     template.lower()
-    if not has_compiler():
+    if not has_compiler():  # what is in files is loaded all the same, if nothing asks the compiler
+        loader, kinds = cast(Any, codecache.CppPythonBindingsCodeCache), cast(Any, cpu_vec_isa.VecISA)
+        cpp_builder.get_cpp_compiler = codecache.get_cpp_compiler = lambda: "g++"
+        loader._get_uncompiled_header = lambda device: None
+        kinds.check_build = lambda kind, code: True
+        config.cpp.vec_isa_ok = True
         return
     # A compiler that knows the newest instructions knows all. Unless told so, Inductor compiles a long file for each
     # kind, which takes fifteen seconds.
@@ -294,14 +284,10 @@ def has_compiler() -> bool:
 
 def machine(args: Sequence[Any]) -> str:
     """Return what compiled code takes for granted of processor or GPU, PyTorch, its options, and our operators."""
-    gpu = next((torch.cuda.get_device_name(arg.device) for arg in args if isinstance(arg, Tensor) and arg.is_cuda), "")
-    return f"{_fixed()} {gpu} {hashlib.sha256(repr(_options()).encode()).hexdigest()}"
-
-
-def _options() -> Any:
     from torch._inductor import config
 
-    return sorted((name, str(value)) for name, value in config.save_config_portable().items())
+    gpu = next((torch.cuda.get_device_name(arg.device) for arg in args if isinstance(arg, Tensor) and arg.is_cuda), "")
+    return f"{_fixed()} {gpu} {sorted((name, str(value)) for name, value in config.save_config_portable().items())}"
 
 
 @functools.cache
@@ -309,54 +295,8 @@ def _fixed() -> str:
     """Return the part of `machine` that stays while this process lives."""
     package = Path(__file__).parent.parent
     lowerings = sorted(path for place in (".", "cpu", "cuda") for path in (package / place).glob("*.py"))
-    code = hashlib.sha256(b"".join(path.read_bytes() for path in lowerings)).hexdigest()
-    cpu = torch.cpu.get_capabilities()
-    parts = (FORMAT, torch.__version__, platform.python_version(), platform.machine(), sorted(cpu.items()), code)
-    return repr(parts)
-
-
-def _look(path: Path, function: Callable[..., Any], args: Sequence[Any], loads: bool) -> tuple[Loaded | None, Path]:
-    """Return the function of the first file of a name that is right for these arguments, if any, and the file's place.
-
-    If there is none, it is the place of a new file. loads: whether the function will be called.
-    """
-    number = -1
-    while True:
-        number += 1
-        place = path.with_name(f"{path.name}.{number}")
-        try:
-            with open(place, "rb") as file:
-                if not _ours(os.fstat(file.fileno())):
-                    raise PermissionError("it can be written by others")
-                head = json.loads(file.read(int(file.read(HEAD))))
-                loaded = Loaded(function, head["facts"], head["same"], function)
-                stale = any(_checksum(module) != checksum for module, checksum in head["sources"].items())
-                if stale or not loaded.fits(args):
-                    continue
-                if not loads:
-                    return loaded, place
-                code = file.read()
-            if hashlib.sha256(code).hexdigest() != head["code"]:
-                raise ValueError("it is not whole")
-            made: Any = torch.compiler.load_compiled_function(io.BytesIO(code), f_globals=function.__globals__)
-            return loaded._replace(call=made.fn), place
-        except FileNotFoundError:
-            return None, place
-        except Exception as error:  # unpickling a damaged file, or one of another release, may raise anything
-            logger.warning("%s cannot be loaded and is made anew: %s: %s", place, type(error).__name__, error)
-            place.unlink(missing_ok=True)
-            return None, place
-
-
-@contextmanager
-def _alone(path: Path, waits: bool) -> Iterator[None]:
-    """Within this, no other process makes a file of this name; raises NotMade if one does and this is not to wait."""
-    with open(f"{path}.lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))  # a killed process's lock is released
-        except BlockingIOError:
-            raise NotMade(f"another process makes {path.name}") from None
-        yield
+    code, cpu = _sum(b"".join(path.read_bytes() for path in lowerings)), sorted(torch.cpu.get_capabilities().items())
+    return repr((FORMAT, torch.__version__, platform.python_version(), platform.machine(), cpu, code))
 
 
 # ---- the folder ------------------------------------------------------------------------------------------------------
@@ -367,8 +307,7 @@ def folder() -> Path:
 
     A cache that others can write is replaced by one that only this process and its children have.
     """
-    if CACHE not in os.environ and (temporary := own_compile_cache()) is not None:
-        atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    own_compile_cache()
     return _folder(os.environ[CACHE])
 
 
@@ -383,32 +322,27 @@ def _folder(cache: str) -> Path:
         why = why or "it cannot be written"
     except OSError as error:
         why = str(error)
-    own = tempfile.mkdtemp(prefix="minispec-inductor-")
-    atexit.register(shutil.rmtree, own, ignore_errors=True)
+    own = temporary_cache()
     logger.warning("compiled code is not kept in %s, since %s; it is in %s until the end", cache, why, own)
-    os.environ[CACHE] = own
     return _folder(own)
 
 
 def is_empty() -> bool:
     """Return whether there is no file at all."""
-    return not any(folder().glob("*.0"))
+    return not any(folder().glob(f"*{ENDING}"))
 
 
 def take_from(source: Path) -> None:
     """Copy what a folder that `minispec.compile` filled has and our cache lacks, with the machine code beside it."""
     source, into = source.resolve(), folder().parent
-    if not source.is_dir() or (why := untrusted(source)) is not None:
-        logger.warning("--compiled-files %s is not used: %s", source, why if source.is_dir() else "it is no folder")
+    if (why := untrusted(source) if source.is_dir() else "it is no folder") is not None:
+        logger.warning("--compiled-files %s is not used: %s", source, why)
         return
     for found in source.rglob("*"):
         place = into / found.relative_to(source)
-        if place.exists() or not stat.S_ISREG(found.lstat().st_mode) or not _ours(found.lstat()):
-            continue
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as file:
-            shutil.copyfile(found, file.name)
-        os.replace(file.name, place)
+        if not place.exists() and stat.S_ISREG(found.lstat().st_mode) and _ours(found.lstat()):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            _write(place, found.read_bytes())
 
 
 def untrusted(path: Path) -> str | None:

@@ -10,10 +10,12 @@ Read next: `memory.py`, which sizes the KV pool by these.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import logging
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -25,6 +27,7 @@ from minispec.load.user_cache import cache_root
 logger = logging.getLogger("minispec")
 
 SLASH = Path("/")
+CACHE = "TORCHINDUCTOR_CACHE_DIR"  # the variable that names the cache of torch.compile
 
 
 def host_memory(root: Path = SLASH) -> tuple[int, int]:
@@ -99,24 +102,38 @@ def uncollected() -> Iterator[None]:
         gc.enable()
 
 
-def own_compile_cache() -> Path | None:
+def own_compile_cache() -> None:
     """Point torch.compile's cache, which holds executable code, to a folder that only this user can write.
 
-    PyTorch's default is a guessable folder in the shared temporary directory. Returns the folder if it is to be removed
-    in the end.
+    PyTorch's default is a guessable folder in the shared temporary directory.
     """
-    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
-        return None
-    temporary = None
+    if CACHE in os.environ:
+        return
     try:
         folder = cache_root() / "inductor"
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)  # raises PermissionError where the folder is someone else's
+        os.environ[CACHE] = str(folder)
     except (OSError, RuntimeError):  # no home, or not ours: compiled code is then not kept
-        folder = temporary = Path(tempfile.mkdtemp(prefix="minispec-inductor-"))
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
-    logger.info("compiled code is kept in %s (TORCHINDUCTOR_CACHE_DIR)", folder)
-    return temporary
+        temporary_cache()
+    logger.info("compiled code is kept in %s (%s)", os.environ[CACHE], CACHE)
+
+
+_temporary: list[str] = []  # the folders of this process
+
+
+def temporary_cache() -> str:
+    """Point that cache to a new folder, which this process removes when it ends; returns the folder."""
+    os.environ[CACHE] = folder = tempfile.mkdtemp(prefix="minispec-inductor-")
+    _temporary.append(folder)
+    atexit.register(remove_caches)
+    return folder
+
+
+def remove_caches() -> None:
+    """Remove the folders of `temporary_cache`, as an ordinary end of the process does."""
+    while _temporary:
+        shutil.rmtree(_temporary.pop(), ignore_errors=True)
 
 
 def _machine_memory(root: Path) -> tuple[int, int]:

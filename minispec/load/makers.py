@@ -38,7 +38,7 @@ def process_count(steps: int) -> int:
 
 
 class Makers:
-    """The processes, seen from the server; a context, which ends them."""
+    """The processes, seen from the server."""
 
     COMMAND = (sys.executable, "-m", "minispec.load.making")
 
@@ -50,10 +50,8 @@ class Makers:
         self.processes = [self._start(task) for _ in range(count)]
 
     def _start(self, task: Task) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
-            self.COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, process_group=0, env=os.environ | {"TORCH_WARM_POOL": "0"},
-        )  # fmt: skip
+        process = subprocess.Popen(self.COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                   stderr=subprocess.STDOUT, process_group=0)  # fmt: skip
         threading.Thread(target=self._listen, args=(process,), name="makers", daemon=True).start()
         with suppress(BrokenPipeError):  # `_listen` sees that the process has ended
             given = cast(IO[bytes], process.stdin)
@@ -65,15 +63,17 @@ class Makers:
         for raw in cast(IO[bytes], process.stdout):
             line = raw.decode(errors="replace").strip()
             if line.startswith(MADE):
-                with self._news:
-                    self.made.add(line.removeprefix(MADE))
-                    self._news.notify_all()
-                self._wake()
+                self._tell(line.removeprefix(MADE))
             elif line:
                 self.last_words = line
         process.wait()
+        self._tell()
+
+    def _tell(self, *made: str) -> None:
+        """Tell whoever waits that a step is made, or that a process has ended."""
         with self._news:
-            self._listening -= 1
+            self.made.update(made)
+            self._listening -= not made
             self._news.notify_all()
         self._wake()
 
@@ -87,15 +87,9 @@ class Makers:
         with self._news:
             self._news.wait_for(lambda: step in self.made or self.ended)
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """End the processes and what they have started."""
         for process in self.processes:
             if process.poll() is None:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-
-    def __enter__(self) -> Makers:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stop()

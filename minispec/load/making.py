@@ -1,8 +1,8 @@
 """A process that makes files of compiled functions for a server (`makers.py`).
 
 It builds the same engine, of tensors without meaning (`build.rehearse`), and goes through the same steps in the same
-order as the other such processes (`warm_up.rehearse_step`). It makes each function that is in no file and that no other
-process is making, so nobody waits. When its standard input closes, it kills itself and the compilers that it started.
+order as the other such processes. It makes each function that is in no file and that no other process is making, so
+nobody waits. When its standard input closes, it kills itself and the compilers that it runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NICENESS = 5
 
 
 def main() -> None:
-    """Make the files of the task on standard input; prints a line for each step that is complete."""
+    """Make the files of the task on standard input."""
     os.nice(NICENESS)
     logging.disable(logging.WARNING)  # the server has said it all, and the last line here is why the process ended
     task: Task = pickle.load(sys.stdin.buffer)
@@ -31,13 +31,12 @@ def main() -> None:
 
 
 def _end_with_the_server() -> None:
-    """Wait until the pipe from the server closes, then kill this process and the compilers that it runs."""
     sys.stdin.buffer.read()
     os.killpg(0, signal.SIGKILL)
 
 
 def make_files(task: Task) -> None:
-    """Make the files of all steps."""
+    """Make the files of all steps; prints a line for each step that is complete."""
     import torch  # here, and what needs it: the process is nice by now, and ends with the server
 
     from minispec.load.build import rehearse

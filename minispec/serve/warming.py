@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -34,12 +33,11 @@ class Warming:
         from minispec.load.warm_up import steps_of
 
         self.llm, self.engine, self._wake = llm, llm.scheduler.engine, wake
-        self.todo = deque(steps_of(self.engine) if llm.compile_later else ())
+        self.todo = steps_of(self.engine) if llm.compile_later else []
         self.total = len(self.todo)
         self.makers: Makers | None = None
         self.failed = ""  # why steps go on eagerly for good
         self._trial = llm.try_out() if llm.compile_later else iter(())  # times steps and tests the head, in parts
-        self._missed = False  # whether there was no file of what a process had compiled
         self._served, self._rest_until = False, time.monotonic() + PATIENCE
         self._threads = 0  # that torch used before the processes were started
         if self.todo:
@@ -52,19 +50,15 @@ class Warming:
     @property
     def state(self) -> str:
         """What /health says of it; any thread may ask."""
-        if not self.llm.compiled:
-            return "eager"
         done = self.total - len(self.todo)
-        if done == self.total:
-            return "compiled"
-        if not done and self.makers is None:
+        if not self.llm.compiled or (self.todo and not done and self.makers is None):
             return "eager"
-        return f"{'incomplete' if self.failed else 'warming'} {done}/{self.total}"
+        return f"{'incomplete' if self.failed else 'warming'} {done}/{self.total}" if self.todo else "compiled"
 
     def turn(self, busy: bool) -> bool:
         """Make the graphs of at most one step, between two steps; returns whether anything was done.
 
-        busy: requests are under way, so after each step they get as long as it took, and nothing is compiled here.
+        busy: requests are under way, so after each step they get as long as it took.
         """
         if self.engine.settled:  # what is tried out needs slots and pages, so it waits until nobody else does
             return not busy and next(self._trial, self) is not self
@@ -74,31 +68,24 @@ class Warming:
         if time.monotonic() < self._rest_until and (busy or not self._served):
             return False
         self._served = True
-        if (step := self._next()) is None or (busy and self._missed):
+        made = self.todo if self.makers is None else [step for step in self.todo if step.name in self.makers.made]
+        if not made:
+            if self.makers is not None and self.makers.ended:  # without having made everything
+                self.failed = self.makers.last_words
             return bool(self.failed)  # which ends it in the next turn
         started = time.monotonic()
-        self._make(step, started)
+        self._make(made[0], started)
         self._rest_until = 2 * time.monotonic() - started
         return True
 
-    def _next(self) -> DecodeBuffers | PrefillBuffers | None:
-        """Return the first step whose graphs can be made: any, or one whose files are complete."""
-        if self.makers is None:
-            return self.todo[0]
-        # Processes that have ended without making everything are the end of compiling.
-        ended, found = self.makers.ended, next((step for step in self.todo if step.name in self.makers.made), None)
-        if ended and found is None:
-            self.failed = self.makers.last_words
-        return found
-
     def _make(self, step: DecodeBuffers | PrefillBuffers, started: float) -> None:
-        """Make a step's graphs, from files unless what a process had compiled was in none."""
+        """Make a step's graphs, from files."""
         from minispec.load.warm_up import make_graphs
 
         try:
-            made = make_graphs(self.engine, step, compiles=self._missed)
+            made = make_graphs(self.engine, step, compiles=False)
         except Exception as error:
-            logger.exception("%s cannot be compiled", step.name)
+            logger.exception("%s cannot be loaded", step.name)
             self.failed = f"{type(error).__name__}: {error}"
             return
         if made:
@@ -107,9 +94,8 @@ class Warming:
                         time.monotonic() - started)  # fmt: skip
         elif self.makers is None:
             self._start_makers()
-        else:
-            self._missed = True
-            logger.warning("%s is in no file; it will be compiled here, while nobody waits", step.name)
+        else:  # a full disk, say
+            self.failed = f"{step.name} was compiled, and is in no file"
 
     def _start_makers(self) -> None:
         import torch
@@ -139,4 +125,4 @@ class Warming:
     def stop(self) -> None:
         """End the processes, if there are any."""
         if self.makers is not None:
-            self.makers.stop()
+            self.makers.close()

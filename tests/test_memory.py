@@ -183,6 +183,7 @@ def test_what_cannot_fit_is_refused_before_it_is_loaded(monkeypatch) -> None:
         budget().check()
     said = str(refused.value)
     assert "target weights 14.96 GiB" in said and "12.00 GiB of 80.00 GiB are free" in said and "\n" not in said
+    assert "before loading (3.02 GiB are missing)" in said, "weights, a page and tables are more than what is free"
     flags = "--mem-fraction-static 0.875, --cuda-graph-max-bs 256, --max-running-requests 48, --quantization none"
     assert flags in said and "--speculative" not in said and "--dtype" not in said
 

@@ -217,8 +217,9 @@ class Budget:
         On CUDA that is what is free, since nobody gives memory back; a CPU's free memory is a guess, its total is not.
         """
         needed = self.estimate.total - (self.estimate.graphs_and_workspace or 0)
-        if needed > (self.free if self.device.type == "cuda" else self.total):
-            raise ValueError(self.message("before loading"))
+        missing = needed - (self.free if self.device.type == "cuda" else self.total)
+        if missing > 0:
+            raise ValueError(self.message("before loading", f"{_shown(missing)} are missing"))
 
     def pages(self) -> int:
         """Return the pages of the KV pool, the trash page included; raises ValueError when not one tree fits.

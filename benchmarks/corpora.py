@@ -159,9 +159,10 @@ def beside(args: argparse.Namespace) -> None:
 def build(args: argparse.Namespace) -> None:
     """Measure building as an operator has it done."""
     run, texts = Run(args.compiled, speculative_algorithm="NGRAM"), replies(10**8)
-    questions, library = [q for q, _ in texts[:4]], run.llm.corpora
+    questions, library = [q for q, _ in texts[:2]], run.llm.corpora
     tokenizer = load_tokenizer(ensure_default_model(print))
-    run.answer(questions[:2])
+    speed = lambda times: [run.answer(questions)[1] for _ in range(times)]  # noqa: E731
+    speed(3)
     for size, by_file in [(10**6, False)] + [(size, True) for size in args.sizes if size > 10**6]:
         lines = [tokenizer.decode([*q, *a]) for q, a in texts]
         count, wanted = 0, []
@@ -171,7 +172,7 @@ def build(args: argparse.Namespace) -> None:
                 count += len(q) + len(a)
                 if count >= size:
                     break
-        before, how, said = run.answer(questions)[1], "by file_path" if by_file else "by documents", [0.0]
+        before, how, said = speed(6), "by file_path" if by_file else "by documents", [0.0]
         with tempfile.TemporaryDirectory() as folder:
             library.root = folder
             if by_file:
@@ -183,12 +184,11 @@ def build(args: argparse.Namespace) -> None:
                 adding = pool.submit(library.add, *given)
                 adding.add_done_callback(lambda _, said=said, began=started: said.append(time.perf_counter() - began))
                 while not adding.done():
-                    during.append(run.answer(questions[:2])[1])
+                    during += speed(1)
         library.remove("big")
-        after = run.answer(questions)[1]
-        speed = statistics.median(during) / ((before + after) / 2)
-        print(f"{adding.result()[1]:,} tokens {how} are there after {said[-1]:.1f} s; meanwhile {speed:.3f} of the "
-              "tokens/s before and after", flush=True)  # fmt: skip
+        told = ", ".join(f"{statistics.median(speeds):.1f}" for speeds in (before, during, speed(6)))
+        print(f"{adding.result()[1]:,} tokens {how} are there after {said[-1]:.1f} s; tokens/s before, meanwhile and "
+              f"after: {told}", flush=True)  # fmt: skip
 
 
 class Server:

@@ -161,8 +161,9 @@ def build(args: argparse.Namespace) -> None:
     run, texts = Run(args.compiled, speculative_algorithm="NGRAM"), replies(10**8)
     questions, library = [q for q, _ in texts[:2]], run.llm.corpora
     tokenizer = load_tokenizer(ensure_default_model(print))
-    speed = lambda times: [run.answer(questions)[1] for _ in range(times)]  # noqa: E731
-    speed(3)
+    speed = lambda: run.answer(questions)[1]  # noqa: E731
+    for _ in range(3):
+        speed()
     for size, by_file in [(10**6, False)] + [(size, True) for size in args.sizes if size > 10**6]:
         lines = [tokenizer.decode([*q, *a]) for q, a in texts]
         count, wanted = 0, []
@@ -172,23 +173,25 @@ def build(args: argparse.Namespace) -> None:
                 count += len(q) + len(a)
                 if count >= size:
                     break
-        before, how, said = speed(6), "by file_path" if by_file else "by documents", [0.0]
+        how, took, idle, during = "by file_path" if by_file else "by documents", list[float](), [speed()], list[float]()
         with tempfile.TemporaryDirectory() as folder:
             library.root = folder
             if by_file:
                 Path(folder, "texts.jsonl").write_text("".join(json.dumps(text) + "\n" for text in wanted))
 
             given = ("big", None, "texts.jsonl") if by_file else ("big", wanted, None)
-            started, during = time.perf_counter(), []
-            with ThreadPoolExecutor(1) as pool:
-                adding = pool.submit(library.add, *given)
-                adding.add_done_callback(lambda _, said=said, began=started: said.append(time.perf_counter() - began))
-                while not adding.done():
-                    during += speed(1)
-        library.remove("big")
-        told = ", ".join(f"{statistics.median(speeds):.1f}" for speeds in (before, during, speed(6)))
-        print(f"{adding.result()[1]:,} tokens {how} are there after {said[-1]:.1f} s; tokens/s before, meanwhile and "
-              f"after: {told}", flush=True)  # fmt: skip
+            for _ in range(1 if by_file else 3):
+                started = time.perf_counter()
+                with ThreadPoolExecutor(1) as pool:
+                    adding = pool.submit(library.add, *given)
+                    adding.add_done_callback(lambda _, at=started, to=took: to.append(time.perf_counter() - at))
+                    while not adding.done():
+                        during.append(speed())
+                library.remove("big")
+                idle += [speed(), speed()]
+        rates = statistics.median(during), statistics.median(idle)
+        print(f"{adding.result()[1]:,} tokens {how} are there after {min(took):.1f} to {max(took):.1f} s; meanwhile "
+              f"{rates[0]:.1f} tokens/s, else {rates[1]:.1f}: {rates[0] / rates[1]:.3f}", flush=True)  # fmt: skip
 
 
 class Server:

@@ -176,7 +176,7 @@ def read_assembly(text: str) -> tuple[list[str], list[str]]:
     return instructions, found
 
 
-def weight_costs(xblock: int) -> dict[str, float]:
+def weight_costs(xblock: int) -> dict[str, tuple[float, Built]]:
     """Return the instructions a weight of a layer's products of one row, of Llama-3.1-8B's sizes, by kernel."""
     costs = {}
     for name, kernel in lower(Cell(4, 1, 128, inner=14336)).source.kernels.items():
@@ -185,7 +185,7 @@ def weight_costs(xblock: int) -> dict[str, float]:
         if name.startswith("triton_red") and outputs > 1:
             built = build(name, kernel, XBLOCK=xblock)
             executed = built.instructions + built.loop * (-(-inputs // built.sizes["R0_BLOCK"]) - 1)
-            costs[name] = executed * built.threads / (xblock * inputs)
+            costs[name] = executed * built.threads / (xblock * inputs), built
     return costs
 
 
@@ -264,8 +264,9 @@ def main() -> None:
         print(f"{cell.group:5} {cell.nodes:5} {cell.head_dim:4} {cell.page_size:4} {dtype:9} {kind:8}{figures}"
               f"  {'; '.join(faults)}".rstrip(), flush=True)  # fmt: skip
     for xblock in (1, 4, 8):
-        for name, cost in weight_costs(xblock).items():
-            print(f"XBLOCK {xblock}: {cost:5.1f} instructions a weight, {name}", flush=True)
+        for name, (cost, built) in weight_costs(xblock).items():
+            print(f"XBLOCK {xblock}: {cost:5.1f} instructions a weight, {built.registers} registers, {built.spilled} "
+                  f"bytes spilled, {built.barriers} barriers in the loop, {name}", flush=True)  # fmt: skip
     sys.exit(f"{wrong} shapes have faults" if wrong else 0)
 
 

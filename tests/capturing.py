@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from minispec.engine import Engine
+from minispec.sampling import Needs
 
 
 def memory(value: object) -> set[int]:
@@ -151,3 +153,64 @@ def reads_all(engine: Engine) -> Engine:
     """Return an engine whose PagedGather reads all that a slot can have, as a captured step must."""
     engine.kv.mapped[0] = engine.kv.pages_per_slot
     return engine
+
+
+def state_of(engine: Engine, needs: Needs) -> list[Tensor]:
+    """Return every tensor that a step of these needs may change and a later one may read, without page 0.
+
+    Page 0 is never read. Outputs that nobody needs counted are counted where a graph of more needs is replayed.
+    """
+    sampling, late = engine.sampling, engine.late
+    steps = [*engine.decodes.values(), *engine.prefills.values()]
+    kept = [late.tokens, late.features, getattr(engine.drafter, "state", None)]
+    return [
+        engine.lens, engine.root, *(tensor for tensor in kept if isinstance(tensor, Tensor)),
+        *(pool[:, :, engine.kv.page_size :] for pool in engine.kv.pools),
+        sampling._floats, sampling._ints, *(step.outputs for step in steps),
+        *(table for name, table in sampling.tables.items() if name in needs or name != "counts"),
+    ]  # fmt: skip
+
+
+def without_waiting(engine: Engine, serve: Callable[[], object]) -> None:
+    """Serve a request captured and uncaptured; on a GPU it is an error if the host waits for the device in a launch."""
+
+    def launch(original: Callable[..., Any], *given: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return original(*given)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    guarded = {name: partial(launch, getattr(engine, name)) for name in ("launch", "prefill")}
+    with mock.patch.multiple(engine, **(guarded if engine.device.type == "cuda" else {"graphs": engine.graphs})):
+        serve()
+        with mock.patch.object(engine, "graphs", {}):
+            serve()
+
+
+def replays_compared(engine: Engine, serve: Callable[[], object]) -> int:
+    """Serve a request with each captured step run twice from the same state, as a replay and uncaptured.
+
+    Returns how many were equal; raises AssertionError, naming the step, where a bit of the state differs.
+    """
+    equal, original = 0, engine.run_here
+
+    def run_here(step: Any, needs: Any, graph: Any, asked: Any) -> None:
+        nonlocal equal
+        if graph is None:
+            return original(step, needs, graph, asked)
+        before = [tensor.clone() for tensor in state_of(engine, needs)]
+        original(step, needs, graph, asked)
+        after = [tensor.clone() for tensor in state_of(engine, needs)]
+        for tensor, value in zip(state_of(engine, needs), before, strict=True):
+            tensor.copy_(value)
+        original(step, needs, None, asked)
+        for index, (tensor, value) in enumerate(zip(state_of(engine, needs), after, strict=True)):
+            differ = int((tensor != value).sum())
+            assert not differ, f"{step.name}: a replay leaves another state: {differ} numbers of tensor {index}"
+        equal += 1
+        return None
+
+    with mock.patch.object(engine, "run_here", run_here):
+        serve()
+    return equal

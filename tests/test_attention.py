@@ -23,6 +23,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import minispec.attention as attention_module
+from benchmarks.gpu_stages import by_bytes
 from minispec.attention import QUERY_BLOCK, AttendKind, Causal, FlexLayer, PagedFlex, Plan, with_windows
 from minispec.cpu import gather as gather_module
 from minispec.cpu import products as products_module
@@ -441,18 +442,6 @@ def test_a_window_off_by_one_is_found(off: int, kind: AttendKind) -> None:
             check(world, plan, attend, eager, scene())
 
 
-def by_bytes(layer: FlexLayer, b: Tensor, q: Tensor, row: Tensor) -> Tensor:
-    """Return what `FlexLayer._visible` returns, read from `visible`, a byte for each node and row of the window."""
-    plan, page_size = layer.plan, layer.plan.kv.page_size
-    block = b if plan.blocks == 1 else b * plan.blocks + q // plan.query_block
-    node = (q % plan.query_block) % plan.width
-    page = layer.logical[plan.slots[block], row // page_size]
-    ahead = page * page_size + row % page_size - plan.starts[block]
-    within = (ahead < plan.window) & plan.visible[block, node, ahead.clamp(0, plan.window - 1)]
-    seen = (page >= 0) & ((ahead < 0) | within)
-    return seen if plan.first is None else seen & (ahead >= plan.first[block, node])
-
-
 @pytest.mark.parametrize("sliding", [None, 1, 70], ids=["all", "window 1", "window 70"])
 @pytest.mark.parametrize(("nodes", "window"), [(1, None), (64, None), (65, None), (128, None), (8, 200), (8, 64)])
 def test_the_mask_of_words_is_that_of_bytes(nodes: int, window: int | None, sliding: int | None) -> None:
@@ -471,7 +460,8 @@ def test_the_mask_of_words_is_that_of_bytes(nodes: int, window: int | None, slid
     whole.fill(torch.tensor([1, 2, 3, 0]), torch.tensor(starts), visible, live)
     rows = torch.arange(world.kv.pool.shape[2])
     shape = torch.arange(4)[:, None, None], queries[:, None], rows
-    found, wanted = layer._visible(shape[0], None, *shape[1:]), by_bytes(layer, *shape)
+    given = (shape[0], None, *shape[1:])
+    found, wanted = layer._visible(*given), by_bytes(layer, *given)
     assert torch.equal(found, wanted) and 0 < int(found.sum()) < found.numel()
     assert len(plan.words) == -(-width // 64)
 

@@ -10,17 +10,20 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from capturing import Capture, Recording, looking, reads_all
+from capturing import Capture, Recording, looking, reads_all, replays_compared, state_of, without_waiting
 from conformance import SUBJECTS, assert_exact
 from conftest import slow_unless
 from exactness import request, run
 from torch import Tensor
 
-from benchmarks.gpu_first import state_of
+from benchmarks.gpu_stages import FULL, TOY, Dummy
+from minispec import SamplingParams
 from minispec.beam import BeamDrafter
 from minispec.buffers import PrefillBuffers
 from minispec.cuda.graphs import capture
@@ -254,3 +257,40 @@ def test_what_a_graph_would_get_wrong_is_seen(
     fault(monkeypatch)
     with pytest.raises(AssertionError, match="another state"):
         replayed(name, **wishes)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_replays_are_compared_bit_by_bit(wrong: bool) -> None:
+    scheduler = SUBJECTS["eagle3-tree"].build(running=1, host_looks=False)
+    engine = reads_all(scheduler.engine)
+    with torch.inference_mode(), Capture().emulated():
+        capture(engine, (1,), lambda line: None)
+    if wrong:
+        graph = engine.graphs[max(engine.graphs, key=lambda key: (getattr(key[0], "nodes", 0), not key[1]))]
+        replay = graph.replay
+        graph.replay = lambda: (replay(), engine.kv.pool[0, 0, -1].add_(1e-3))
+    serve = partial(run, scheduler, SUBJECTS["eagle3-tree"].requests(max_new_tokens=6)[:1])
+    with torch.inference_mode():
+        if wrong:
+            with pytest.raises(AssertionError, match="a replay leaves another state: [0-9]+ numbers"):
+                replays_compared(engine, serve)
+        else:
+            assert replays_compared(engine, serve) > 2
+
+
+@pytest.mark.cuda
+@torch.inference_mode()
+def test_a_gpu_replays_the_step_itself_and_its_host_never_waits_in_a_launch() -> None:
+    toy = replace(FULL, sizes=tuple({**TOY, "head_dim": 64}.items()), draft_vocab=256, prompt=100)
+    with Dummy(toy) as dummy:
+        llm = dummy.load(1, toy.eagle3)
+    rng, engine = random.Random(1), llm.scheduler.engine
+    llm.scheduler.policy.forced = lambda shapes: rng.choice(shapes)
+
+    def reply(wishes: dict[str, Any]) -> None:
+        params = SamplingParams(**{"temperature": 0.0, "max_new_tokens": 40, "ignore_eos": True, **wishes})
+        llm.serve([llm.request([rng.randrange(3, 500) for _ in range(100)], params)])
+
+    for wishes in KINDS:
+        without_waiting(engine, serve := partial(reply, wishes))
+        assert replays_compared(engine, serve) > 10

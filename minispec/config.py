@@ -295,9 +295,9 @@ class Config:
     speculative_adaptive: bool | None = _flag(
         None,
         "Speculation",
-        "choose each step's shape, plain or one of at most two trees, by what it is worth; "
-        "default: unless numbers of steps, branches or nodes are given, which then stay fixed, on CUDA for batches "
-        f"below {WIDE}",
+        "choose each step's shape, plain or one of the batch's trees, by what it is worth; default: unless numbers of "
+        "steps, branches or nodes are given, which then stay fixed; on CUDA they bound the trees, which are smaller in "
+        f"larger batches (docs/cuda.md), and from batch {WIDE} on shapes are chosen all the same",
     )
     speculative_adaptive_config: str | None = _flag(
         None, "Speculation", "FILE of JSON with candidate_steps by least batch: a step drafts so many rounds or none; "

@@ -124,8 +124,8 @@ class Build:
             self.eos_ids = eos_token_ids(self.folder, self.hf_config, self.tokenizer)
         running = config.max_running_requests or (8 if on_cpu else 48)
         if config.adapts_from(not on_cpu) == WIDE <= running:
-            self.tell(f"from batch {WIDE} on a step verifies trees only where measured times favour them; "
-                      "--speculative-adaptive does so for all batches, --no-speculative-adaptive for none")  # fmt: skip
+            self.tell(f"larger batches have smaller trees, and from batch {WIDE} on a step verifies them only where "
+                      "measured times favour them; --no-speculative-adaptive keeps trees as given")  # fmt: skip
         chunk = config.chunked_prefill_size or (512 if on_cpu else 2048)
         chunk = context if chunk == -1 else min(chunk, context)
         self.limits: dict[str, Any] = {"context_length": context, "max_running": running, "chunk_size": chunk}

@@ -283,7 +283,7 @@ def test_given_batches_beyond_the_running_requests_are_left_out() -> None:
 
 def test_an_allocation_that_fails_gives_one_message(tmp_path, monkeypatch) -> None:
     model = folder_of(tmp_path / "m", CONFIG)
-    with pytest.raises(ValueError, match="before loading: .*--max-total-tokens 1000000000000,"):
+    with pytest.raises(ValueError, match="before loading .*are missing.: .*--max-total-tokens 1000000000000,"):
         LLM(model, max_total_tokens=10**12, **OPTIONS)
     monkeypatch.setattr(memory_module, "host_memory", lambda: (2**60, 2**60))  # the machine boasts
     with pytest.raises(RuntimeError) as ended:

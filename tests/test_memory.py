@@ -342,15 +342,8 @@ def test_shapes_of_wide_batches_adapt_on_cuda_where_numbers_are_given(
     assert len(said) == (adapts_from == 8 and "max_running_requests" not in options), "one line where a batch is wide"
 
 
-def test_a_long_start_begins_with_one_request_and_names_the_flag_that_shortens_it(monkeypatch) -> None:
-    engine = build(tiny_model(), Plain()).engine
-    ran, lines = [], []
+def test_a_long_start_begins_with_one_request(monkeypatch) -> None:
+    engine, ran = build(tiny_model(), Plain()).engine, []
     monkeypatch.setattr(warm_up_module, "_run_on_padding", lambda engine, step: ran.append(step))
-    warm_up_module.warm_up(engine, lines.append)
-    assert ran == warm_up_module.steps_of(engine)[::-1] and "--cuda-graph-bs" not in lines[0]
-    ran.clear()
-    lines.clear()
-    monkeypatch.setattr(engine, "device", CUDA)
-    warm_up_module.warm_up(engine, lines.append)
-    assert ran == warm_up_module.steps_of(engine) and ran[0].batch == 1
-    assert "--cuda-graph-bs" in lines[0] and len(lines) == len(ran) + 1
+    warm_up_module.warm_up(engine, lambda line: None)
+    assert ran == warm_up_module.steps_of(engine) and ran[0].batch == 1 and len(ran) > 3

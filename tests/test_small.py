@@ -236,8 +236,8 @@ def test_tokens_and_trees_are_those_of_the_eager_functions(
     requests = mixed_requests(count=3, max_new_tokens=10)
     run(scheduler, requests, stagger=12)
     assert all(r.output_ids == reference(MODEL, r) for r in requests)
-    rounds = {"_round"} if shape[0] > 2 else set()
-    assert {"_before_blocks", "_after_blocks", "_open", "_close"} | rounds == set(compared)
+    rounds = {1: set(), 2: {"_close"}}.get(shape[0], {"_round", "_close"})  # a tree of one round has no close
+    assert {"_before_blocks", "_after_blocks", "_open"} | rounds == set(compared)
     assert min(compared.values()) > 3
 
 

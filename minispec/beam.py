@@ -167,7 +167,7 @@ class Beam(Key):
     """The size of the trees for B requests, and the static tensors for growing them."""
 
     def __init__(self, batch: int, size: TreeSize, plan: Plan | None, live: Tensor) -> None:
-        """plan: a frontier's attention plan, which all sizes of tree share; None: no tree has a second round.
+        """plan: a frontier's attention plan, which all sizes of tree share; None: no frontier is planned.
 
         live: [B, K] bool, all true: a frontier has no padding, and `Plan.fill` asks for it.
         """
@@ -229,7 +229,10 @@ class BeamDrafter(Drafter):
         for batch in batch_sizes:
             plan = Plan(self.kv, batch, 1, self.topk, window=self.window) if self.window else None
             live = torch.ones(batch, self.topk, dtype=torch.bool, device=kv.pool.device)
-            self._beams |= {(batch, size.nodes): Beam(batch, size, plan, live) for size in self.trees}
+            for size in self.trees:
+                # Trees of one round have no frontier to plan. On CUDA they share a graph with others, which plan one.
+                planned = plan if size.rounds != 1 or not kv.host_looks else None
+                self._beams[batch, size.nodes] = Beam(batch, size, planned, live)
         # The numbers of the rounds, as tensors, so that one graph serves every round.
         self._rounds = [torch.full((), number, device=kv.pool.device) for number in range(self.rounds + 1)]
 

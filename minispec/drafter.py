@@ -122,9 +122,7 @@ class Drafter(ABC):
     """The interface that the engine calls. The engine owns the slots; a drafter keeps its state by slot."""
 
     name: str
-    nodes: (
-        int  # N, root included: the static size of the drafter's trees; of the largest ones if there are several sizes
-    )
+    nodes: int  # N, root included: the static size of the drafter's trees, of the largest if there are several sizes
     depth: int  # the edges on the longest path; A = depth + 1 is the most tokens that a step emits for a request
     rounds: int | None = None  # S, the rounds of drafting; None: the trees are not grown in rounds
     own_nodes: int | None = None  # nodes of the largest trees where no text is looked up beside them; None: as `nodes`

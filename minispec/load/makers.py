@@ -73,7 +73,8 @@ class Makers:
         """Tell whoever waits that a step is made, or that a process has ended."""
         with self._news:
             self.made.update(made)
-            self._listening -= not made
+            if not made:
+                self._listening -= 1
             self._news.notify_all()
         self._wake()
 

@@ -81,7 +81,7 @@ LINES = {  # what is done instead -> flags; a whole clause, as it follows "--fla
     "of windows for drafters there is --speculative-draft-window-size, for DFLASH": "--speculative-draft-sink-size",
     "a request verifies the tree of the longest match, a corpus's or another":
         "--speculative-ngram-external-sam-budget",
-    "what a step costs is measured in the steps themselves, and a step's trees have one of two sizes": """
+    "what a step costs is measured in the steps themselves, and a step's trees have one of a few sizes": """
         --speculative-dspark-sps-table-path --speculative-dspark-align-verify-tokens-to-graph-tier""",
     "confidences choose the size of trees by what trees gave that followed such confidences in the steps themselves":
         "--speculative-dspark-confidence-sts-path",

@@ -29,11 +29,11 @@ import bench
 from benchmarks import parity, throughput
 from benchmarks.start import ready
 from minispec.config import Config
+from minispec.load.architectures import read_model_config
 from minispec.load.build import choose_folder
 from minispec.load.heads import read_head
 from minispec.load.machine import core_count
 from minispec.load.weights import read_config
-from minispec.model import ModelConfig
 
 Ids = list[int]
 ROWS = 8192  # of keys and values: what a server holds for all its requests together
@@ -170,7 +170,7 @@ class LlamaTree(NamedTuple):
         It reads `eagle_aux_hidden_state_layer_ids` at the top alone, as layers whose input the head is given.
         """
         config = json.loads((head / "config.json").read_text())
-        taps = read_head(head, ModelConfig.from_hf(read_config(target))).config.taps
+        taps = read_head(head, read_model_config(read_config(target))).config.taps
         copy = self.work / f"{head.name}-{digest(head)}"
         copy.mkdir(exist_ok=True)
         (copy / "config.json").write_text(json.dumps({**config, "eagle_aux_hidden_state_layer_ids": taps}))

@@ -32,10 +32,10 @@ from torch import Tensor
 
 from minispec import LLM, SamplingParams
 from minispec.eagle import Eagle3Head, HeadConfig
+from minispec.load.architectures import one_rope, read_model_config
 from minispec.load.heads import head_tensors
 from minispec.load.tokenizer import byte_tokenizer, load_tokenizer
-from minispec.model import Model, ModelConfig, published_tensors
-from minispec.model_config import one_rope
+from minispec.model import Model, published_tensors
 
 META = torch.device("meta")
 VOCAB, END = 320, 300
@@ -133,7 +133,7 @@ def joined(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def weights_of(config: Mapping[str, Any], seed: int = 0) -> dict[str, Tensor]:
     """Return random weights of the model that a good config describes, by the names in the files."""
-    outline = Model.empty(ModelConfig.from_hf(one_rope(config)), torch.float32, META)
+    outline = Model.empty(read_model_config(one_rope(config)), torch.float32, META)
     made = filled(published_tensors(outline), seed, "model.")
     if "Phi3ForCausalLM" in config["architectures"]:
         return joined(made)
@@ -164,7 +164,7 @@ def write_model(folder: Path, config: Mapping[str, Any] = LLAMA, **beside: Any) 
 def head_weights(config: Mapping[str, Any] = LLAMA, draft_vocab: int = 40, layer: str = "midlayer.",
                  **variant: Any) -> dict[str, Tensor]:  # fmt: skip
     """Return random weights of an EAGLE-3 head for the model of a config; variant: fields of `HeadConfig`."""
-    target = Model.empty(ModelConfig.from_hf(one_rope(config)), torch.float32, META)
+    target = Model.empty(read_model_config(one_rope(config)), torch.float32, META)
     ids = torch.arange(draft_vocab) * 7
     head = HeadConfig(Eagle3Head.name, target.config.plain(), (1, 1, 2), ids, **variant)
     made = filled(head_tensors(Eagle3Head.empty(head, target), layer), 3)

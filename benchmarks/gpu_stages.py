@@ -47,6 +47,7 @@ from minispec.cuda.graphs import Recorder
 from minispec.eagle import Eagle3Head, HeadConfig
 from minispec.kv import KVShape, PagedKV
 from minispec.load import direct, files
+from minispec.load.architectures import read_model_config
 from minispec.load.default_model import ensure_default_model
 from minispec.load.tokenizer import load_tokenizer
 from minispec.model import Model, ModelConfig, RMSNorm, stored
@@ -249,7 +250,7 @@ class Dummy:
 
     def __enter__(self) -> Dummy:
         self.folder = TemporaryDirectory()
-        root, target = Path(self.folder.name), ModelConfig.from_hf(self.config)
+        root, target = Path(self.folder.name), read_model_config(self.config)
         (root / "model").mkdir()
         (root / "model" / "config.json").write_text(json.dumps(self.config))
         write_head(root / "head", target, min(self.scale.draft_vocab, target.vocab_size))
@@ -435,7 +436,7 @@ MASKS: dict[str, Callable[..., Tensor]] = {"words": FlexLayer._visible, "bytes":
 @torch.inference_mode()
 def attention(report: Report, scale: Scale) -> None:
     """Attention alone, by nodes and context: the time of a layer, and what it must read over what a copy moves."""
-    sizes = ModelConfig.from_hf(model_sizes(scale))
+    sizes = read_model_config(model_sizes(scale))
     shape, page = KVShape(sizes.layers, sizes.kv_heads, sizes.head_dim), 64
     new = {"dtype": getattr(torch, scale.dtype), "device": scale.device}
     rows = max(scale.contexts) + max(scale.nodes)
@@ -514,7 +515,7 @@ WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 @torch.inference_mode()
 def products(report: Report, scale: Scale) -> None:
     """A layer's four products at few rows: what precedes within the product's loop or stored, fp8 in two ways."""
-    sizes, copied = ModelConfig.from_hf(model_sizes(scale)), copy_bandwidth(scale)
+    sizes, copied = read_model_config(model_sizes(scale)), copy_bandwidth(scale)
     new: dict[str, Any] = {"dtype": torch.bfloat16, "device": scale.device}
     wide, inner, qkv = sizes.hidden_size, sizes.intermediate_size, sizes.heads + 2 * sizes.kv_heads
     shapes = {"qkv": (wide, qkv * sizes.head_dim), "o": (wide, wide), "gate_up": (wide, 2 * inner),

@@ -27,8 +27,6 @@ from minispec.drafter import NOTHING, Draft, Drafter
 from minispec.kv import PagedKV
 from minispec.tree import PADDING, PLAIN, DraftTree, Shape
 
-WEIGHT_BOUND = 128  # with up to so many rows (B * N) a GPU reads weights for longer than it computes (`coarse_batches`)
-
 
 @dataclass(frozen=True)
 class Sizes:
@@ -85,26 +83,6 @@ class Sizes:
     def tree_rows(self) -> int:
         """Rows that a decode step may write beyond a request's committed ones."""
         return max(self.nodes, self.scratch)
-
-
-def coarse_batches(most: int, nodes: int, captured: int) -> tuple[int, ...]:
-    """Return the batch buckets up to `most` for a GPU: fewer than the powers of two where more padding costs no time.
-
-    nodes: N, of a tree. captured: the largest batch whose steps are captured, 0 for none. This batch is a bucket too,
-    so no smaller batch is padded to an uncaptured bucket.
-
-    Few buckets make the first start short: each has several graphs, whose autotuning takes about a minute (an
-    estimate). In bfloat16 a row costs one operation per byte of weights, and server GPUs since the A100 do at least
-    some 150 operations while they read a byte. So up to WEIGHT_BOUND rows a bucket may be four times the one before it,
-    else twice. Of five buckets and more the largest may be three times the one before it, since it is rarely filled.
-    """
-    sizes = [1]
-    while sizes[-1] < most:
-        wide = 4 * sizes[-1]
-        sizes.append(wide if wide * nodes <= WEIGHT_BOUND else 2 * sizes[-1])
-    if len(sizes) >= 5 and most <= 3 * sizes[-3]:
-        del sizes[-2]
-    return tuple(sorted({min(size, most) for size in (*sizes, captured) if size}))
 
 
 class Chunk(NamedTuple):

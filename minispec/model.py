@@ -1,4 +1,4 @@
-"""The target model: one decoder for the Llama family, built from a model's `config.json`.
+"""The target model: one decoder for the Llama family.
 
 Llama 2/3, Mistral, Mixtral, Qwen2/3, Qwen3-MoE, MiMo, SmolLM2/3, Granite and Phi-3 differ by a few switches:
 
@@ -12,7 +12,8 @@ Llama 2/3, Mistral, Mixtral, Qwen2/3, Qwen3-MoE, MiMo, SmolLM2/3, Granite and Ph
     a mixture of experts     Mixtral; some or all layers of Qwen3-MoE: `experts.py`
     joined matrices          Phi-3's files, some files of experts: `ModelConfig.split`
 
-`ModelConfig` reads these switches from `config.json`; the forward pass has no branch on a model's name.
+`ModelConfig` has these switches; `load/architectures.py` reads them from `config.json`. The forward pass has no branch
+on a model's name.
 
 The model reaches its context, the keys and values of earlier tokens, through one function:
 `attend.layer(i)(q, k, v) -> out`. Pages, trees, chunks and masks are behind it (`attention.py`). So the same module
@@ -38,7 +39,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from minispec.experts import Experts
-from minispec.keys import ModelError  # noqa: F401  others import it
 from minispec.model_config import EMBEDDING, JOINED, LM_HEAD, ModelConfig, expert_names
 
 FINAL = "final"  # the tap of the normed last hidden state, which the LM head reads

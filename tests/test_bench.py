@@ -22,8 +22,9 @@ from test_llm import CONFIG
 import bench
 from benchmarks import plot
 from benchmarks.throughput import Run
+from minispec.load.architectures import read_model_config
 from minispec.load.tokenizer import byte_tokenizer
-from minispec.model import Model, ModelConfig, published_tensors
+from minispec.model import Model, published_tensors
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
@@ -35,7 +36,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = {**CONFIG, "model_type": "llama", "num_hidden_layers": 2, "max_position_embeddings": 1024}
     (folder / "config.json").write_text(json.dumps(config))
     torch.manual_seed(0)
-    model = Model(ModelConfig.from_hf(config)).requires_grad_(False)
+    model = Model(read_model_config(config)).requires_grad_(False)
     save_file({f"model.{name}".replace("model.lm_head", "lm_head"): tensor.contiguous().clone()
                for name, tensor in published_tensors(model).items()}, folder / "model.safetensors")  # fmt: skip
     (folder / "tokenizer.json").write_text(byte_tokenizer(300).backend._tokenizer.to_str())

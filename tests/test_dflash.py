@@ -41,7 +41,8 @@ from minispec.load.heads import load_head
 from minispec.load.tokenizer import byte_tokenizer
 from minispec.load.warm_up import warm_up
 from minispec.lookup import Lookups
-from minispec.model import Model, ModelError
+from minispec.model import Model
+from minispec.model_config import ModelError
 from minispec.sampling import gumbel
 from minispec.scheduler import Scheduler
 from minispec.tree import DraftTree

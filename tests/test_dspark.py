@@ -37,7 +37,8 @@ from minispec.load.dspark_heads import read_dspark
 from minispec.load.heads import load_head
 from minispec.load.tokenizer import byte_tokenizer
 from minispec.lookup import Lookups
-from minispec.model import Model, ModelError
+from minispec.model import Model
+from minispec.model_config import ModelError
 from minispec.sampling import gumbel
 from minispec.scheduler import Scheduler
 from minispec.tree import PADDING, DraftTree

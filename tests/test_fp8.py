@@ -28,11 +28,13 @@ import minispec.load.build as build_module
 from minispec.config import Config
 from minispec.cuda.fp8 import FP8, Fp8Linear, check_fp8, rowwise, use_fp8
 from minispec.llm import LLM
+from minispec.load.architectures import read_model_config
 from minispec.load.build import choose_device, load_model
 from minispec.load.fp8_weights import read_weights
 from minispec.load.heads import load_head
 from minispec.load.tree_shape import tree_shape
-from minispec.model import Model, ModelConfig, ModelError, published_tensors
+from minispec.model import Model, ModelConfig, published_tensors
+from minispec.model_config import ModelError
 from minispec.request import SamplingParams
 
 # ---- the format and the arithmetic, written once more ------------------------------------------------------------
@@ -286,7 +288,7 @@ def written(request: pytest.FixtureRequest, tmp_path: Path) -> Written:
 
 
 def test_a_checkpoint_s_weights_are_numbers_times_scales(written: Written) -> None:
-    shape = ModelConfig.from_hf(build_module.read_config(written.folder))
+    shape = read_model_config(build_module.read_config(written.folder))
     assert (shape.hidden_size, shape.qkv_bias) == (SHAPE.hidden_size, True)
     for dtype in (torch.float32, torch.bfloat16):
         tensors = published_tensors(written.load(dtype))
@@ -301,7 +303,7 @@ def test_a_checkpoint_s_experts_are_multiplied_out(name: str, spelling: Callable
     made = Written(tmp_path / "published", name, SPARSE, OF_EXPERTS)
     made.files = {spelling(one): tensor for one, tensor in made.files.items()}
     made.write(FORMATS[name][0])
-    shape = ModelConfig.from_hf(build_module.read_config(made.folder))
+    shape = read_model_config(build_module.read_config(made.folder))
     assert (shape.sparse, shape.experts, shape.expert_size) == (SPARSE.sparse, SPARSE.experts, SPARSE.expert_size)
     assert made.files[f"model.{spelling('layers.1.mlp.experts.3.up_proj.weight')}"].dtype == FP8
     tensors = published_tensors(made.load())

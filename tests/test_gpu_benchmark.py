@@ -16,9 +16,10 @@ import torch
 
 from benchmarks import gpu
 from benchmarks.gpu_stages import MASKS, OPTIONS, STAGES, TINY, Report
+from minispec.load.architectures import read_model_config
 from minispec.load.default_model import FILES
 from minispec.load.weights import read_config
-from minispec.model import Model, ModelConfig, published_tensors
+from minispec.model import Model, published_tensors
 from minispec.train.export import published_config, write_folder
 
 OF_STEPS = [f"{what}, {name}" for what in ("one by one", "temperature 0.8") for name in ("plain", "tree")]
@@ -41,7 +42,7 @@ def measured(stage: str, out: Path) -> dict:
 def small_model(folder: Path, like: Path) -> Path:
     """Write two small random layers with the tokenizer of another model."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16}
-    config = replace(ModelConfig.from_hf(read_config(like)), **sizes)
+    config = replace(read_model_config(read_config(like)), **sizes)
     torch.manual_seed(0)
     model = Model.empty(config, torch.float32, torch.device("cpu"))
     for name, parameter in model.named_parameters():

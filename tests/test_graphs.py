@@ -37,6 +37,7 @@ from minispec.eagle import Eagle3Head, HeadConfig
 from minispec.engine import Engine
 from minispec.kv import KVShape, PagedKV
 from minispec.load import direct, files
+from minispec.load.architectures import read_model_config
 from minispec.load.build import resolve_sizes
 from minispec.load.direct import DirectStep
 from minispec.load.files import compile_function
@@ -44,7 +45,7 @@ from minispec.load.flags import config_from_args
 from minispec.load.tree_shape import beam_shape
 from minispec.load.warm_up import rehearse_step, steps_of, warm_up
 from minispec.lookup import Lookups
-from minispec.model import Model, ModelConfig
+from minispec.model import Model
 from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.scheduler import Scheduler
 from minispec.standalone import DraftModel, StandaloneDrafter
@@ -243,7 +244,7 @@ def graphs_on_an_h100(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> Coun
     """Return how many graphs of each function a command has, from the rehearsal of an engine without memory."""
     test_memory.gpu(monkeypatch, 80, 80)
     config, device = config_from_args(flags), torch.device("meta")
-    shape = ModelConfig.from_hf(LLAMA)
+    shape = read_model_config(LLAMA)
     with torch.inference_mode():
         model = Model.empty(shape, torch.bfloat16, device)
         head = Eagle3Head.empty(HeadConfig("eagle3", shape.plain(), (2, 16, 29), torch.arange(32000)), model)

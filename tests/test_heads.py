@@ -25,10 +25,12 @@ from minispec import LLM
 from minispec.attention import Causal
 from minispec.cpu.linear import PackedLinear, can_pack, pack_linears
 from minispec.eagle import DraftHead, HeadConfig
+from minispec.load.architectures import read_model_config
 from minispec.load.heads import ARCHITECTURES, head_tensors, load_head
 from minispec.load.heads import KINDS as HEAD_KINDS
 from minispec.load.tokenizer import byte_tokenizer
-from minispec.model import FINAL, Model, ModelConfig, ModelError, published_tensors
+from minispec.model import FINAL, Model, published_tensors
+from minispec.model_config import ModelError
 
 V, D, H, INNER, LAYERS = 61, 17, 32, 40, 9
 TOKENS, STEPS = 11, 3
@@ -491,7 +493,7 @@ MakeFormat = Callable[[Model], Format]
 def make_target(hidden: int = H, layers: int = LAYERS, tied: bool = False) -> Model:
     config = llama("LlamaForCausalLM", hidden_size=hidden, num_hidden_layers=layers, tie_word_embeddings=tied)
     torch.manual_seed(0)
-    target = Model(ModelConfig.from_hf(config)).requires_grad_(False)
+    target = Model(read_model_config(config)).requires_grad_(False)
     target.embed_tokens.weight.normal_()
     if not tied:
         target.lm_head.weight.normal_(0, 0.2)
@@ -726,7 +728,7 @@ def test_a_head_reads_yarn_in_its_own_file(target: Model, tmp_path: Path) -> Non
     form, positions = eagle3_official(target), torch.arange(90)[None]
     form.config["rope_scaling"] = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
     head = load_head(write(tmp_path, form), target)
-    model = Model(ModelConfig.from_hf({**form.config, "architectures": ["LlamaForCausalLM"]}))
+    model = Model(read_model_config({**form.config, "architectures": ["LlamaForCausalLM"]}))
     assert all(torch.equal(*pair) for pair in zip(head.rope(positions), model.rope(positions), strict=True))
     assert head.rope(positions).cos[0, 0, 0, 0] > 1.1 > target.rope(positions).cos[0, 0, 0, 0]
 
@@ -815,7 +817,7 @@ def whole_mimo(folder: Path, *, layer: bool = True) -> Format:
     """Write a MiMo of two layers with a tokenizer, with or without the MTP layer that its config.json names."""
     form = mtp_in_target(make_target())
     form.config |= {"vocab_size": 300, "num_hidden_layers": 2}
-    ours = published_tensors(Model(ModelConfig.from_hf(form.config)))
+    ours = published_tensors(Model(read_model_config(form.config)))
     form.tensors = {f"model.{name}": tensor for name, tensor in ours.items()}
     form.tensors |= mtp_tensors(12, biases=True) if layer else {}
     (write(folder, form) / "tokenizer.json").write_text(byte_tokenizer(300).backend._tokenizer.to_str())

@@ -193,7 +193,7 @@ def bytes_of(model: nn.Module) -> int:
 
 def test_the_default_model_takes_half_the_memory_and_nobody_keeps_the_old_weights(demo_folder: Path) -> None:
     config = Config(load_format="dummy", random_seed=1)
-    shape = build_module.ModelConfig.from_hf(build_module.read_config(demo_folder))
+    shape = build_module.read_model_config(build_module.read_config(demo_folder))
     with torch.inference_mode():
         model = build_module.load_model(config, shape, demo_folder, torch.bfloat16, CPU)
         head = Eagle3Head.empty(HeadConfig("eagle3", shape, (1, 2)), model)

@@ -36,7 +36,7 @@ from minispec.beam import candidate_count
 from minispec.config import FLAGS, NUMBERS, flag_name
 from minispec.llm import startup_line
 from minispec.load.flags import config_from_args
-from minispec.notebooks import print_highlight
+from minispec.serve.notebooks import print_highlight
 
 Tensors = dict[str, Tensor]
 APPENDED = ["--device", "cpu", "--disable-torch-compile"]
@@ -438,7 +438,7 @@ def test_without_numbers_the_documented_ones_are_told_and_those_of_lookups_apart
 
 # The first cell of each older page, with the import changed: that of February 2025 names a port, the others get one.
 NAMED = """
-from minispec.notebooks import execute_shell_command, wait_for_server, terminate_process
+from minispec.serve.notebooks import execute_shell_command, wait_for_server, terminate_process
 
 server_process = execute_shell_command(
     '''
@@ -450,7 +450,7 @@ python3 -m sglang.launch_server --model meta-llama/Llama-2-7b-chat-hf --speculat
 wait_for_server("http://localhost:30020")
 """
 FREE = """
-from minispec.notebooks import launch_server_cmd, print_highlight, wait_for_server, terminate_process
+from minispec.serve.notebooks import launch_server_cmd, print_highlight, wait_for_server, terminate_process
 
 server_process, port = launch_server_cmd(
     '''

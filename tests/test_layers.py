@@ -26,7 +26,7 @@ SOURCES = {
 # "" is the core, the files at the top of the package but for those named here, which put folders together.
 FLOORS = (
     ("",), ("asked", "replies", "cpu", "cuda"), ("ranks",), ("config",), ("load",), ("llm",),
-    ("serve", "train", "explain", "notebooks", "compile"), ("replicas",), ("server",), ("__init__",),
+    ("serve", "train", "explain", "compile"), ("replicas",), ("server",), ("__init__",),
 )  # fmt: skip
 FLOOR = {place: floor for floor, places in enumerate(FLOORS) for place in places}
 TABLES = ("load.chat_templates", "replies.formats", "load.sglang_flags")  # import nothing: the flags read them
@@ -88,7 +88,7 @@ def only_the_schema_knows_pydantic(module: str, source: str) -> Iterator[str]:
 
 def model_knows_attend_alone(module: str, source: str) -> Iterator[str]:
     """The model imports its experts, its config and operators; none of these names what lies behind `attend`."""
-    parts = ("model", "experts", "model_config", "keys", "operators")
+    parts = ("model", "experts", "model_config", "operators")
     if module not in parts:
         return
     allowed = {f"minispec.{part}" for part in parts[parts.index(module) + 1 :]}

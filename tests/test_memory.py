@@ -26,12 +26,14 @@ import minispec.load.build as build_module
 import minispec.load.memory as memory_module
 import minispec.load.warm_up as warm_up_module
 from minispec import LLM
-from minispec.buffers import WEIGHT_BOUND, Sizes, coarse_batches
+from minispec.buffers import Sizes
 from minispec.config import Config
 from minispec.drafter import Plain
+from minispec.load.architectures import read_model_config
 from minispec.load.build import Build, captured_batches, resolve_sizes
 from minispec.load.memory import GIB, Budget, Memory, auto_fraction, is_out_of_memory, largest_graph, size_of
-from minispec.model import Model, ModelConfig
+from minispec.load.tree_shape import WEIGHT_BOUND, coarse_batches
+from minispec.model import Model
 
 CUDA, META = torch.device("cuda"), torch.device("meta")
 OPTIONS = {**DUMMY, "device": "cpu", "max_running_requests": 3}
@@ -150,7 +152,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, free: float, total: float) -> None:
 def budget(**options: object) -> Budget:
     """Return the budget of Llama-3.1-8B without a drafter on the GPU."""
     config = Config(model_path="x", **options)
-    network = Model.empty(ModelConfig.from_hf(LLAMA), torch.bfloat16, META)
+    network = Model.empty(read_model_config(LLAMA), torch.bfloat16, META)
     sizes = Sizes.resolve(Plain(), context_length=65536, max_running=48, chunk_size=2048)
     return Budget(config, CUDA, sizes, network, Plain())
 

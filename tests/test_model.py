@@ -48,6 +48,7 @@ from minispec.cpu import onednn
 from minispec.cpu.linear import PackedHead, PackedLinear, can_pack, pack_linears, room_for_both
 from minispec.drafter import Plain
 from minispec.eagle import Eagle3Head
+from minispec.load.architectures import _ARCHITECTURES, _MULTIPLIERS, read_model_config
 from minispec.load.build import _context_length
 from minispec.load.heads import layer_sizes
 from minispec.load.weights import load_weights, read_config, read_tensors
@@ -55,14 +56,12 @@ from minispec.model import (
     FINAL,
     Block,
     Model,
-    ModelConfig,
-    ModelError,
     RMSNorm,
     published_tensors,
     rope_factor,
     rope_frequencies,
 )
-from minispec.model_config import _ARCHITECTURES, _MULTIPLIERS
+from minispec.model_config import ModelError
 from minispec.request import MAX_ASKED_IDS, Logprobs, Scored
 
 TOKENS = 300
@@ -338,7 +337,7 @@ def write(name: str, folder: Path, **options: Any) -> Path:
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Model:
     """Load a folder as `LLM` does, with changes to the config if wanted."""
-    config = replace(ModelConfig.from_hf(read_config(folder)), **changes)
+    config = replace(read_model_config(read_config(folder)), **changes)
     model = Model.empty(config, dtype, CPU)
     load_weights(published_tensors(model), read_tensors(folder, wanted=model.reads, split=config.split))
     return model
@@ -398,7 +397,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name: str, folders: 
 
 @pytest.mark.parametrize("name", ["llama3", "llama-yarn"])
 def test_all_three_branches_of_scaling_act(name: str, folders: dict[str, Path]) -> None:
-    config = ModelConfig.from_hf(read_config(folders[name]))
+    config = read_model_config(read_config(folders[name]))
     ratio = rope_frequencies(config) / rope_frequencies(replace(config, rope_scaling=None))
     kept, divided = torch.isclose(ratio, torch.ones(1)), torch.isclose(ratio, torch.tensor(1 / 8))
     assert kept.any() and divided.any() and (~kept & ~divided).any()
@@ -410,7 +409,7 @@ def test_linear_scaling_is_that_of_transformers() -> None:
     reference = AutoModelForCausalLM.from_config(LlamaConfig(**options))
     given = {"architectures": ["LlamaForCausalLM"], **options, "rope_theta": 5e5}
     given["rope_scaling"] = {"type": "linear", "factor": 4.0}
-    frequencies = rope_frequencies(ModelConfig.from_hf(given))
+    frequencies = rope_frequencies(read_model_config(given))
     torch.testing.assert_close(frequencies, reference.model.rotary_emb.inv_freq, rtol=1e-6, atol=0)
 
 
@@ -424,7 +423,7 @@ def test_yarn_is_that_of_transformers(more: dict[str, Any], tmp_path: Path) -> N
     config = LlamaConfig(**shape(128, 2, 2, rope_parameters={**YARN, **more}))
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
-    want, got = LlamaRotaryEmbedding(config), ModelConfig.from_hf(read_config(tmp_path))
+    want, got = LlamaRotaryEmbedding(config), read_model_config(read_config(tmp_path))
     torch.testing.assert_close(rope_frequencies(got), want.inv_freq, rtol=1e-6, atol=0)
     assert rope_factor(got) == pytest.approx(want.attention_scaling)
     rope = Model(got).rope(torch.arange(600)[None])
@@ -434,8 +433,8 @@ def test_yarn_is_that_of_transformers(more: dict[str, Any], tmp_path: Path) -> N
 
 def test_yarn_makes_the_context_longer() -> None:
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
-    assert ModelConfig.from_hf(minimal(rope_scaling=yarn)).context_length == 2048
-    assert ModelConfig.from_hf(minimal(rope_scaling=yarn, max_position_embeddings=4096)).context_length == 4096
+    assert read_model_config(minimal(rope_scaling=yarn)).context_length == 2048
+    assert read_model_config(minimal(rope_scaling=yarn, max_position_embeddings=4096)).context_length == 4096
 
 
 def test_a_layer_without_positions_runs_the_same_graph_and_is_not_turned(folders: dict[str, Path]) -> None:
@@ -459,7 +458,7 @@ def test_defaults_are_those_of_transformers() -> None:
         if kind == "mimo":  # transformers has no class for it
             continue
         want = CONFIG_MAPPING[kind](**sizes, pad_token_id=None, bos_token_id=None, eos_token_id=None)
-        given = ModelConfig.from_hf({"architectures": [architecture], **sizes})
+        given = read_model_config({"architectures": [architecture], **sizes})
         assert given.tied == want.tie_word_embeddings, kind
         assert given.norm_eps == want.rms_norm_eps, kind
         assert given.rope_theta == want.rope_parameters["rope_theta"] and given.rope_scaling is None, kind
@@ -482,11 +481,11 @@ def test_defaults_are_those_of_transformers() -> None:
 def test_keys_of_another_family_are_ignored_as_transformers_ignores_them() -> None:
     odd = {"residual_multiplier": 0.3, "logits_scaling": 4.0, "attention_multiplier": 1.0, "no_rope_layers": [0, 0, 0],
            "num_experts": 8, "num_local_experts": 8}  # fmt: skip
-    assert ModelConfig.from_hf(minimal(**odd)) == ModelConfig.from_hf(minimal())
+    assert read_model_config(minimal(**odd)) == read_model_config(minimal())
 
 
 def test_joined_matrices_are_split_before_anything_else(folders: dict[str, Path]) -> None:
-    config = ModelConfig.from_hf(read_config(folders["phi3"]))
+    config = read_model_config(read_config(folders["phi3"]))
     for name, rows in (("self_attn.qkv_proj", [96, 32, 32]), ("mlp.gate_up_proj", [160, 160])):
         whole = torch.arange(float(sum(rows)))[:, None].expand(-1, 3)
         parts = dict(config.split(f"layers.1.{name}.weight", whole))
@@ -534,7 +533,7 @@ def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
 def test_the_three_layouts_of_experts_load_the_same(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    config = ModelConfig.from_hf(read_config(folders[name]))
+    config = read_model_config(read_config(folders[name]))
     assert config.sparse == SPARSE[name]
     in_file = dict(read_tensors(folders[name]))
     apart = {one: part for whole, tensor in in_file.items() for one, part in config.split(whole, tensor)}
@@ -556,7 +555,7 @@ def test_the_three_layouts_of_experts_load_the_same(name: str, folders: dict[str
 
 @pytest.mark.parametrize("shape", [(5, 96, 96), (6, 95, 96), (576, 96)])
 def test_a_stack_of_experts_of_another_shape_is_named(shape: tuple[int, ...], folders: dict[str, Path]) -> None:
-    config = ModelConfig.from_hf(read_config(folders["qwen3-moe"]))
+    config = read_model_config(read_config(folders["qwen3-moe"]))
     said = rf"gate_up_proj \[{', '.join(map(str, shape))}\] is no stack of the matrices of 6 experts"
     with pytest.raises(ModelError, match=said):
         config.split("layers.1.mlp.experts.gate_up_proj", torch.ones(shape))
@@ -567,7 +566,7 @@ def test_a_stack_of_experts_of_another_shape_is_named(shape: tuple[int, ...], fo
 
 def test_a_head_of_a_mixture_has_an_ordinary_mlp_whatever_its_file_copies(folders: dict[str, Path]) -> None:
     stated = read_config(folders["qwen3-moe"])
-    target = ModelConfig.from_hf(stated)
+    target = read_model_config(stated)
     plain = target.plain()
     assert target.sparse and plain.sparse == () and plain.intermediate_size == 160 and plain.qk_norm
     # An EAGLE head's config.json is often its target's with some keys more.
@@ -611,7 +610,7 @@ def test_stored_head_of_a_tied_model_is_left_alone(folders: dict[str, Path]) -> 
 
 
 def test_missing_part_of_a_fused_matrix_is_named(folders: dict[str, Path]) -> None:
-    config = ModelConfig.from_hf(read_config(folders["llama3"]))
+    config = read_model_config(read_config(folders["llama3"]))
     model = Model.empty(config, torch.float32, CPU)
     tensors = read_tensors(folders["llama3"], wanted=lambda name: name != "layers.1.self_attn.k_proj.weight")
     with pytest.raises(ModelError, match="missing tensors: layers.1.self_attn.k_proj.weight$"):
@@ -707,7 +706,7 @@ def test_both_spellings_of_a_config_are_read_the_same(name: str, folders: dict[s
     config = json.loads((folders[name] / "config.json").read_text())
     assert "rope_parameters" in config and "dtype" in config
     (tmp_path / "config.json").write_text(json.dumps(old_spelling(config)))
-    new, old = (ModelConfig.from_hf(read_config(folder)) for folder in (folders[name], tmp_path))
+    new, old = (read_model_config(read_config(folder)) for folder in (folders[name], tmp_path))
     assert new == old and new.dtype == "float32"
     assert (new.rope_scaling is not None) == (name in SCALED)
 
@@ -772,9 +771,9 @@ MOE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_
     ],
 )
 def test_unsupported_models_are_refused_by_name(changes: dict[str, Any], words: list[str]) -> None:
-    ModelConfig.from_hf(minimal())
+    read_model_config(minimal())
     with pytest.raises(ValueError) as caught:
-        ModelConfig.from_hf(minimal(**changes))
+        read_model_config(minimal(**changes))
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
@@ -791,7 +790,7 @@ def test_unsupported_models_are_refused_by_name(changes: dict[str, Any], words: 
 )
 def test_which_layers_are_sparse_is_as_in_transformers(changes: dict[str, Any], sparse: tuple[int, ...]) -> None:
     given = {**MOE, "num_hidden_layers": 6, "moe_intermediate_size": 16, **changes}
-    assert ModelConfig.from_hf(minimal(**given)).sparse == sparse
+    assert read_model_config(minimal(**given)).sparse == sparse
     options = shape(96, 6, 2, **{key: value for key, value in given.items() if value is not None})
     with torch.device("meta"):
         other = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**options))
@@ -822,7 +821,7 @@ def test_which_layers_have_a_sliding_window_is_as_in_transformers(architecture: 
     kind, cases = WINDOWED[architecture]
     for changes, sliding in cases:
         options = shape(96, 6, 2, **{"num_hidden_layers": 6, "sliding_window": 128, **changes})
-        given = ModelConfig.from_hf({"architectures": [architecture], **options})
+        given = read_model_config({"architectures": [architecture], **options})
         assert given.sliding == tuple(sliding) and (given.sliding_window == 128 or not given.sliding)
         with torch.device("meta"):
             attentions = [layer.self_attn for layer in AutoModelForCausalLM.from_config(kind(**options)).model.layers]
@@ -837,7 +836,7 @@ def test_which_layers_have_a_sliding_window_is_as_in_transformers(architecture: 
 
 
 def test_a_window_acts_where_it_is_shorter_than_the_context() -> None:
-    mistral = ModelConfig.from_hf(minimal(architectures=["MistralForCausalLM"], sliding_window=128))
+    mistral = read_model_config(minimal(architectures=["MistralForCausalLM"], sliding_window=128))
     assert mistral.windows(129) == (128,) * 3 and mistral.windows(128) == ()
     qwen2 = replace(mistral, sliding=(1,))
     assert qwen2.windows(512) == (512, 128, 512) and qwen2.plain().windows(512) == ()
@@ -852,22 +851,22 @@ def test_a_window_that_cannot_be_read_is_named(changes: dict[str, Any]) -> None:
     given = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": 0, **changes}
     (key, value), *_ = changes.items()
     with pytest.raises(ValueError, match=rf"^config.json: {key} must .*, got {re.escape(repr(value))}$"):
-        ModelConfig.from_hf(minimal(**given))
+        read_model_config(minimal(**given))
 
 
 @pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "num_attention_heads"])
 def test_a_config_without_a_number_that_every_model_has_is_one_sentence(key: str) -> None:
     config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 9, "hidden_size": 8, "intermediate_size": 8,
               "num_hidden_layers": 1, "num_attention_heads": 1}  # fmt: skip
-    assert ModelConfig.from_hf(config).vocab_size == 9
+    assert read_model_config(config).vocab_size == 9
     del config[key]
     with pytest.raises(ValueError, match=f"^config.json lacks {key}, which every LlamaForCausalLM has$"):
-        ModelConfig.from_hf(config)
+        read_model_config(config)
 
 
 def test_context_beyond_the_model_is_refused() -> None:
     with pytest.raises(ValueError, match="--context-length 513.*512"):
-        _context_length(Config(model_path="m", context_length=513), ModelConfig.from_hf(minimal()))
+        _context_length(Config(model_path="m", context_length=513), read_model_config(minimal()))
 
 
 # ---- packed linear layers ----------------------------------------------------------------------------------------

@@ -66,10 +66,12 @@ from minispec.drafter import Plain
 from minispec.eagle import Eagle3Head
 from minispec.engine import CAPTURED
 from minispec.experts import Experts
+from minispec.load.architectures import read_model_config
 from minispec.load.build import load_model
 from minispec.load.ranks import RankPlace, RankProcess, described, gather, join, open_store
 from minispec.load.weights import read_config
-from minispec.model import Model, ModelConfig, ModelError, published_tensors
+from minispec.model import Model, published_tensors
+from minispec.model_config import ModelError
 from minispec.ranks.link import Lead, Ranks, SharedLink
 from minispec.ranks.shards import Shard, share
 from minispec.request import Logprobs, Request, Trace
@@ -534,7 +536,7 @@ def test_slices_put_together_are_the_whole(switches: dict[str, object]) -> None:
 @torch.inference_mode()
 def test_joined_matrices_of_a_file_are_split_before_they_are_sliced(tmp_path: Path) -> None:
     write_family("phi3", tmp_path)
-    config, sizes = Config(model_path=str(tmp_path)), ModelConfig.from_hf(read_config(tmp_path))
+    config, sizes = Config(model_path=str(tmp_path)), read_model_config(read_config(tmp_path))
     load = lambda shard=None: load_model(config, sizes, tmp_path, torch.float32, CPU, shard)  # noqa: E731
     whole = published_tensors(load())
     # On six ranks q, k and v are no longer in the proportions that they have in the file.

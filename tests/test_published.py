@@ -21,12 +21,13 @@ from test_layers import ROOT
 from benchmarks.files import END, LLAMA, VOCAB, referred, served, weights_of, write_head, write_model
 from minispec.config import Config
 from minispec.dflash import DFlashHead
+from minispec.load.architectures import _ARCHITECTURES, _NEEDS, _model_type, one_rope, read_model_config
 from minispec.load.build import _context_length
 from minispec.load.dflash_heads import read_dflash
 from minispec.load.heads import load_head
 from minispec.load.weights import read_config
-from minispec.model import Model, ModelConfig, ModelError
-from minispec.model_config import _ARCHITECTURES, _NEEDS, _model_type, one_rope
+from minispec.model import Model
+from minispec.model_config import ModelError
 
 
 def sizes(vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
@@ -275,7 +276,7 @@ def config_of(folder: Path, keys: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", READ)
 def test_a_published_config_is_read(name: str, tmp_path: Path) -> None:
     keys, fields = READ[name]
-    config = ModelConfig.from_hf(config_of(tmp_path, keys))
+    config = read_model_config(config_of(tmp_path, keys))
     assert {field: getattr(config, field) for field in fields} == fields
     multipliers = {value for field, value in vars(config).items() if field.endswith("_multiplier")}
     assert (multipliers == {1.0}) == ("granite" not in name)
@@ -430,7 +431,7 @@ DFLASH: dict[str, tuple[dict[str, Any], int, Any]] = {  # what is read: taps and
 @pytest.mark.parametrize("name", DFLASH)
 def test_a_tiny_copy_of_a_published_block_drafter_loads_as_its_config_says(name: str, tmp_path: Path) -> None:
     keys, layers, read = DFLASH[name]
-    target, inside = Model(ModelConfig.from_hf({**LLAMA, "num_hidden_layers": layers})), keys.get("dflash_config")
+    target, inside = Model(read_model_config({**LLAMA, "num_hidden_layers": layers})), keys.get("dflash_config")
     body = {**keys.get("transformer_layer_config", keys), "vocab_size": VOCAB, "hidden_size": 32, "head_dim": 8,
             "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
     like = {**{key: body[key] for key in body if "rope" not in key}, "architectures": ["Qwen3ForCausalLM"]}
@@ -451,7 +452,7 @@ def test_a_tiny_copy_of_a_published_block_drafter_loads_as_its_config_says(name:
     assert isinstance(head, DFlashHead)
     assert (head.taps, head.block_size, head.mask_token, len(head.layers)) == (*read, END, body["num_hidden_layers"])
     assert torch.equal(head.fc.weight, tensors["fc.weight"]) and (head.lm_head is None) == bool(inside)
-    alike = Model(ModelConfig.from_hf(one_rope({**body, "architectures": ["LlamaForCausalLM"]})))
+    alike = Model(read_model_config(one_rope({**body, "architectures": ["LlamaForCausalLM"]})))
     at = torch.arange(90)[None]
     assert torch.equal(head.rope(at).cos, alike.rope(at).cos)
 
@@ -460,7 +461,7 @@ def test_a_tiny_copy_of_a_published_block_drafter_loads_as_its_config_says(name:
 def test_a_published_config_is_refused_in_one_line_that_says_what_is_missing(name: str, tmp_path: Path) -> None:
     keys, said = REFUSED[name]
     with pytest.raises(ValueError, match=f"^[^\n]* not supported: it needs [^\n]*{said}[^\n]*; supported: [^\n]*$"):
-        ModelConfig.from_hf(config_of(tmp_path, keys))
+        read_model_config(config_of(tmp_path, keys))
 
 
 def test_the_page_of_models_has_every_family_every_need_and_every_model_of_this_file() -> None:

@@ -177,7 +177,7 @@ def test_the_worked_step_is_one() -> None:
                         f'"{picks[path[-1]]}"')  # fmt: skip
 
 
-AROUND_THE_CORE = {"__init__.py", "config.py", "llm.py", "server.py", "explain.py", "notebooks.py"}
+AROUND_THE_CORE = {"__init__.py", "config.py", "llm.py", "server.py", "explain.py", "compile.py"}
 
 
 def test_the_core_has_about_as_many_lines_as_the_readme_says() -> None:

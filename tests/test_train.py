@@ -33,7 +33,8 @@ from minispec.load.default_model import DefaultModelError
 from minispec.load.draft_models import load_draft, tokenizer_digest
 from minispec.load.heads import load_head
 from minispec.load.tokenizer import Tokenizer, byte_tokenizer
-from minispec.model import FINAL, Model, ModelError
+from minispec.model import FINAL, Model
+from minispec.model_config import ModelError
 from minispec.request import SamplingParams
 from minispec.train.__main__ import ON_CUDA, load_target, main
 from minispec.train.corpus import (

@@ -20,7 +20,7 @@ from torch import Tensor
 from minispec.load import weights
 from minispec.load.tokenizer import eos_token_ids
 from minispec.load.weights import load_weights, read_config, read_tensors, resolve_file, resolve_model
-from minispec.model import ModelError
+from minispec.model_config import ModelError
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16), "c": torch.tensor([7, 8])}
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

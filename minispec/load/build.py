@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from minispec.asked.grammar import Grammars
 from minispec.asked.steps import Asking
 from minispec.attention import AttendKind, PagedFlex, allow_uncompiled
-from minispec.buffers import Sizes, coarse_batches
+from minispec.buffers import Sizes
 from minispec.compiled import CompileFor
 from minispec.config import WIDE, Config, flag_name
 from minispec.cpu.gather import PagedGather
@@ -38,20 +38,21 @@ from minispec.cuda.fp8 import can_capture_fp8, check_fp8, use_fp8
 from minispec.cuda.graphs import capture
 from minispec.drafter import Drafter, Plain
 from minispec.engine import Engine
-from minispec.keys import naming
+from minispec.load.architectures import read_model_config
 from minispec.load.default_model import ensure_default_model
 from minispec.load.direct import DirectStep
 from minispec.load.drafters import make_drafter, with_own_head
 from minispec.load.files import has_compiler, is_empty, prepare, take_from
 from minispec.load.fp8_weights import read_weights, stored_in_fp8
 from minispec.load.gguf_models import as_folder
+from minispec.load.keys import naming
 from minispec.load.machine import host_memory, limit_threads
 from minispec.load.makers import Makers, Task, process_count
 from minispec.load.memory import Budget, Memory, free_bytes, largest_graph, make_kv, measure, unsaid
 from minispec.load.ranks import gather
 from minispec.load.selftest import PROMPT, self_test
 from minispec.load.tokenizer import Tokenizer, byte_tokenizer, eos_token_ids, load_tokenizer
-from minispec.load.tree_shape import trees_by_batch
+from minispec.load.tree_shape import coarse_batches, trees_by_batch
 from minispec.load.warm_up import steps_of, time_steps, warm_up
 from minispec.load.weights import load_weights, read_config, resolve_model, tied_as_stored
 from minispec.model import Block, Model, ModelConfig, published_tensors
@@ -89,7 +90,7 @@ class Build:
         self.dtype, self.folder = choose_dtype(config, self.device), choose_folder(config, tell)
         with naming("--model", self.folder):
             self.hf_config = read_config(self.folder)
-            self.model_config = ModelConfig.from_hf(self.hf_config)
+            self.model_config = read_model_config(self.hf_config)
             if config.load_format != "dummy":
                 self.model_config = tied_as_stored(self.model_config, self.folder, config.load_format)
         if self.model_config.sparse and config.quantization is not None:

@@ -32,12 +32,13 @@ from typing import Any
 
 from minispec.config import MAX_NODES
 from minispec.dflash import DFlashConfig, DFlashHead
-from minispec.keys import REQUIRED, Keys
 from minispec.load import heads
+from minispec.load.architectures import MOST_LAYERS, named_architectures
 from minispec.load.fp8_weights import read_weights
+from minispec.load.keys import REQUIRED, Keys
 from minispec.load.weights import read_config
-from minispec.model import ModelConfig, ModelError
-from minispec.model_config import MOST_LAYERS, named_architectures
+from minispec.model import ModelConfig
+from minispec.model_config import ModelError
 
 BLOCK_SIZE = 16  # where config.json states none, as SGLang has it
 OWN_KEYS = ("block_size", "mask_token_id", "target_layer_ids", "is_causal")  # in dflash_config, or at the top level

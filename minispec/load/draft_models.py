@@ -14,12 +14,14 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from minispec.keys import naming
+from minispec.load.architectures import read_model_config
 from minispec.load.fp8_weights import read_weights
 from minispec.load.heads import slice_head
+from minispec.load.keys import naming
 from minispec.load.tokenizer import Tokenizer, load_tokenizer
 from minispec.load.weights import load_weights, read_config, tied_as_stored
-from minispec.model import Model, ModelConfig, ModelError, published_tensors
+from minispec.model import Model, published_tensors
+from minispec.model_config import ModelError
 from minispec.standalone import DraftModel
 
 logger = logging.getLogger("minispec")
@@ -40,7 +42,7 @@ def load_draft(
     weight = target.embed_tokens.weight
     with naming("--speculative-draft-model-path", folder):
         stated = read_config(folder)
-        config = tied_as_stored(ModelConfig.from_hf(stated), folder, load_format)
+        config = tied_as_stored(read_model_config(stated), folder, load_format)
         vocab_size = _compared(stated.get("tokenizer_digest"), tokenizer, folder)
         model = Model.empty(config, weight.dtype, weight.device)
         tensors = read_weights(folder, load_format, wanted=model.reads, split=config.split)

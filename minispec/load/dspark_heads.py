@@ -27,13 +27,14 @@ import torch
 
 from minispec.dflash import DFlashConfig
 from minispec.dspark import DSparkConfig, DSparkHead
-from minispec.keys import Keys
 from minispec.load import heads
+from minispec.load.architectures import named_architectures
 from minispec.load.dflash_heads import read_block
 from minispec.load.fp8_weights import read_weights
+from minispec.load.keys import Keys
 from minispec.load.weights import read_config
-from minispec.model import ModelConfig, ModelError
-from minispec.model_config import named_architectures
+from minispec.model import ModelConfig
+from minispec.model_config import ModelError
 
 BLOCK_SIZE = 7  # where config.json states none, as SGLang has it
 # Keys of DSpark alone. Those of the second line say how the network was trained.

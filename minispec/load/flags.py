@@ -71,7 +71,7 @@ def _unserved(path: str | None) -> str:
     """Return the sentence on a model that is not served, by its config.json or else by its name; empty for others."""
     if path is None:
         return ""
-    from minispec.model_config import NAMES, what_it_needs  # here, since it imports torch
+    from minispec.load.architectures import NAMES, what_it_needs  # here, since it imports torch
 
     try:
         said = json.loads((Path(path) / "config.json").read_text("utf-8"))

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from minispec.cuda.fp8 import FP8, rowwise
 from minispec.load.weights import Split, Wanted, read_json, read_tensors
-from minispec.model import ModelError, some
+from minispec.model import some
+from minispec.model_config import ModelError
 
 logger = logging.getLogger("minispec")
 

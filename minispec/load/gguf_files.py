@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minispec.load.weights import POINTER
-from minispec.model import ModelError
+from minispec.model_config import ModelError
 
 if TYPE_CHECKING:
     import gguf

@@ -29,6 +29,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from minispec.load.architectures import read_model_config
 from minispec.load.chat import ADDITIONAL
 from minispec.load.gguf_files import MAGIC, Entries, GGUFError, Metadata, read_gguf
 from minispec.load.gguf_tokenizer import end_ids, gguf_tokenizer, tokenizer_config
@@ -145,7 +146,7 @@ def _described(fields: Metadata, entries: Entries) -> tuple[dict[str, Any], Entr
     """
     try:
         config = _model_config(fields, entries)
-        stated = ModelConfig.from_hf(config)
+        stated = read_model_config(config)
         if (factors := entries.pop(ROPE_FACTORS, None)) is not None:
             config["rope_scaling"] = _llama3_scaling(stated, factors.data)
         outline = published_tensors(Model.empty(stated, torch.bfloat16, torch.device("meta")))

@@ -32,12 +32,13 @@ from torch import Tensor, nn
 from minispec.dflash import DFlashHead
 from minispec.dspark import DSparkHead
 from minispec.eagle import DraftHead, Eagle3Head, EagleHead, HeadConfig
-from minispec.keys import Keys, naming
+from minispec.load.architectures import LONGEST, named_architectures, one_rope, read_model_config
 from minispec.load.fp8_weights import read_weights
+from minispec.load.keys import Keys, naming
 from minispec.load.token_map import map_problem
 from minispec.load.weights import load_weights, read_config
-from minispec.model import FINAL, Model, ModelConfig, ModelError, published_tensors
-from minispec.model_config import LONGEST, named_architectures, one_rope
+from minispec.model import FINAL, Model, ModelConfig, published_tensors
+from minispec.model_config import ModelError
 from minispec.mtp import MtpHead
 
 logger = logging.getLogger("minispec")
@@ -267,7 +268,7 @@ def layer_sizes(stated: Stated, tensors: Tensors, layer_name: str) -> ModelConfi
     # How many layers there are the tensors say: published configs state the target's number.
     like_llama = {**stated, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
     positions = Keys(stated).whole("max_position_embeddings", 1, LONGEST, None) or LONGEST
-    shape = ModelConfig.from_hf({**like_llama, "max_position_embeddings": positions})
+    shape = read_model_config({**like_llama, "max_position_embeddings": positions})
     if Keys(stated).flag("use_sliding_window") and (window := stated.get("sliding_window")) is not None:
         raise ModelError(f"sliding_window {window} of the head is not supported; supported: none")
 

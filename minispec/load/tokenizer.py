@@ -31,11 +31,12 @@ import transformers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from minispec.keys import LARGEST, Keys, ModelError
 from minispec.load.chat import ChatTemplates, Template, check_templates, check_unicode, given_template, own_template
 from minispec.load.chat_templates import NAMED
+from minispec.load.keys import LARGEST, Keys
 from minispec.load.weights import read_json, unreadable
 from minispec.model import some
+from minispec.model_config import ModelError
 from minispec.output import TokenizerBackend
 from minispec.request import RequestError, SamplingParams
 

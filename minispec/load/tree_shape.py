@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from minispec.beam import candidate_count
-from minispec.buffers import WEIGHT_BOUND
 from minispec.config import BUSHY, CHAIN, CPU_SHAPE, LEARNED, NUMBERS, WIDE, Config
 from minispec.dflash import DFlashHead, most_nodes
 from minispec.drafter import Drafter
 
 logger = logging.getLogger("minispec")
 
+WEIGHT_BOUND = 128  # with up to so many rows (B * N) a GPU reads weights for longer than it computes (`coarse_batches`)
 HOST_NODES = 4  # of the smaller trees of the host on a CPU
 LOOKUP_NODES = 8  # of the larger trees where texts are looked up too: what a lookup finds may hold for long
 # Keys of --speculative-adaptive-config that tune SGLang's choice: for all batches, and for each.
@@ -105,6 +105,26 @@ def trees_by_batch(drafter: Drafter, largest: int, on_cpu: bool) -> list[tuple[i
     table = [(most, nodes[: index + 1] if several else [nodes[index]])
              for index, most in enumerate([largest, *bounds][: len(nodes)])]  # fmt: skip
     return table[::-1]
+
+
+def coarse_batches(most: int, nodes: int, captured: int) -> tuple[int, ...]:
+    """Return the batch buckets up to `most` for a GPU: fewer than the powers of two where more padding costs no time.
+
+    nodes: N, of a tree. captured: the largest batch whose steps are captured, 0 for none. This batch is a bucket too,
+    so no smaller batch is padded to an uncaptured bucket.
+
+    Few buckets make the first start short: each has several graphs, whose autotuning takes about a minute (an
+    estimate). In bfloat16 a row costs one operation per byte of weights, and server GPUs since the A100 do at least
+    some 150 operations while they read a byte. So up to WEIGHT_BOUND rows a bucket may be four times the one before it,
+    else twice. Of five buckets and more the largest may be three times the one before it, since it is rarely filled.
+    """
+    sizes = [1]
+    while sizes[-1] < most:
+        wide = 4 * sizes[-1]
+        sizes.append(wide if wide * nodes <= WEIGHT_BOUND else 2 * sizes[-1])
+    if len(sizes) >= 5 and most <= 3 * sizes[-3]:
+        del sizes[-2]
+    return tuple(sorted({min(size, most) for size in (*sizes, captured) if size}))
 
 
 def candidate_steps(config: Config) -> dict[int, frozenset[int]]:

@@ -30,9 +30,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minispec.config import Config
-from minispec.keys import Keys, ModelError
+from minispec.load.architectures import one_rope
+from minispec.load.keys import Keys
 from minispec.model import some
-from minispec.model_config import EMBEDDING, LM_HEAD, ModelConfig, one_rope
+from minispec.model_config import EMBEDDING, LM_HEAD, ModelConfig, ModelError
 from minispec.request import SamplingParams
 
 logger = logging.getLogger("minispec")

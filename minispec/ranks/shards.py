@@ -33,7 +33,8 @@ import torch
 import torch.distributed._functional_collectives  # how the operators below are traced
 from torch import Tensor, nn
 
-from minispec.model import Model, ModelConfig, ModelError
+from minispec.model import Model, ModelConfig
+from minispec.model_config import ModelError
 
 # ---- what ranks do together; in compiled code and in captured steps too ------------------------------------------
 

@@ -38,7 +38,8 @@ from minispec.load.heads import (
     slice_head,
 )
 from minispec.load.weights import load_weights
-from minispec.model import Model, ModelConfig, ModelError, published_tensors, scaled
+from minispec.model import Model, ModelConfig, published_tensors, scaled
+from minispec.model_config import ModelError
 from minispec.mtp import MtpHead
 from minispec.train.corpus import TrainingReply
 

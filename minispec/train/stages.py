@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 
-from minispec.model import ModelError
+from minispec.model_config import ModelError
 from minispec.train.corpus import Features, batches, digest_of
 from minispec.train.export import Recipe
 

@@ -1,6 +1,6 @@
 """The helpers that cells of SGLang's older documentation call, so that a cell runs with one import changed.
 
-    from minispec.notebooks import launch_server_cmd, print_highlight, terminate_process, wait_for_server
+    from minispec.serve.notebooks import launch_server_cmd, print_highlight, terminate_process, wait_for_server
 
 A command that begins with `python3 -m sglang.launch_server` starts this package's server, in this interpreter.
 """

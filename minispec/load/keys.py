@@ -3,7 +3,7 @@
 An error names file and key, what the key holds, and what it may hold. So a config with one wrong number is one line at
 start, and no wrong shape, no wrong text and no error within a step.
 
-Read next: `model_config.py` and `load/heads.py`, which read configs with it.
+Read next: `architectures.py` and `heads.py`, which read configs with it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from minispec.model_config import ModelError
+
 REQUIRED: Any = object()  # a default: the key must be there
 LARGEST = 2**31 - 1
-
-
-class ModelError(ValueError):
-    """A model cannot be found or read; the message is for the user."""
 
 
 class Keys:

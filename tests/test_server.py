@@ -857,7 +857,7 @@ def test_a_second_sigterm_ends_streams_and_compilers_within_five_seconds(
         tasks = Path(f"/proc/{process.pid}/task").glob("*/children")
         beside = {int(pid) for children in tasks for pid in children.read_text().split()}
         lines = [Path(f"/proc/{pid}/cmdline").read_text() for pid in beside if os.path.exists(f"/proc/{pid}/exe")]
-        compilers = sum("minispec.load.making" in line for line in lines)
+        compilers = sum("minispec.load.makers" in line for line in lines)
         assert compilers == 2, "the server answers while two processes compile"
         asked = time.monotonic()
         process.send_signal(signal.SIGTERM)

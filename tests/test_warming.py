@@ -56,15 +56,14 @@ from minispec.load import files as files_module
 from minispec.load.build import rehearse
 from minispec.load.direct import DirectStep
 from minispec.load.files import compile_function
-from minispec.load.makers import Makers, Task
-from minispec.load.making import NICENESS
+from minispec.load.makers import NICENESS, Makers
 from minispec.load.warm_up import make_graphs, rehearse_step, steps_of, time_steps
 from minispec.model import Block
 from minispec.scheduler import Scheduler
 from minispec.serve.warming import Warming
 from minispec.train.export import BlockRecipe, export, new_head
 
-MAKE_GRAPHS = "minispec.load.warm_up.make_graphs"
+MAKE_GRAPHS = "minispec.serve.warming.make_graphs"
 PROMPT = [3, 14, 15, 9, 2, 6, 5, 35, 8, 9, 7, 9]
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without")
 
@@ -269,10 +268,10 @@ def warming(monkeypatch: pytest.MonkeyPatch, command: str, empty: bool = False) 
 
     monkeypatch.setattr(MAKE_GRAPHS, lambda engine, step, compiles: False)
     monkeypatch.setattr(Makers, "COMMAND", [sys.executable, "-c", command])
-    monkeypatch.setattr(files_module, "is_empty", lambda: empty)
+    monkeypatch.setattr("minispec.serve.warming.is_empty", lambda: empty)
     monkeypatch.setattr("minispec.serve.warming.PATIENCE", 0.0)
     llm = SimpleNamespace(scheduler=scheduler, compiled=True, compile_later=True, try_out=lambda: iter(()),
-                          makers=lambda steps, wake: Makers(Task(Config(), 2, 1), 2, wake),
+                          makers=lambda steps, wake: Makers((Config(), 2, 1), 2, wake),
                           move_weights=lambda: None)  # fmt: skip
     return Warming(llm, lambda: None), scheduler
 
@@ -296,18 +295,18 @@ def test_if_the_process_fails_what_is_missing_stays_eager_and_is_served(monkeypa
 def test_no_warning_takes_the_place_of_why_the_process_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     beside = """
 import logging, os
-from minispec.load import making
-def make_files(task):
+from minispec.load import makers
+def make_files(*task):
     print("no room", flush=True)
     logging.getLogger("minispec").warning("other processes use the cores")
     os._exit(1)
-making.make_files = make_files
-making.main()
+makers.make_files = make_files
+makers.main()
 """
     monkeypatch.setattr(Makers, "COMMAND", [sys.executable, "-c", beside])
-    makers = Makers(Task(Config(), 2, 1), 1)
+    makers = Makers((Config(), 2, 1), 1)
     makers.wait("a step that nobody makes")
-    assert makers.ended and makers.last_words == "no room"
+    assert makers.ended.is_set() and makers.last_words == "no room"
 
 
 def test_trying_out_goes_in_parts_between_which_requests_are_served(monkeypatch) -> None:
@@ -321,7 +320,8 @@ def test_trying_out_goes_in_parts_between_which_requests_are_served(monkeypatch)
             time_steps(engine, batch)
             yield
 
-    beside._trial, engine.settled = parts(), True
+    beside.llm.try_out, beside.todo = parts, []
+    assert beside.turn(busy=False) and engine.settled
     assert not beside.turn(busy=True) and not engine.step_seconds, "somebody waits"
     for batch in engine.sizes.batch_sizes:
         assert beside.turn(busy=False) and max(engine.step_seconds)[0] == batch and len(scheduler.kv.free) == free
@@ -334,8 +334,8 @@ def test_trying_out_goes_in_parts_between_which_requests_are_served(monkeypatch)
 
 def test_what_the_process_compiled_and_no_file_has_stays_eager(monkeypatch, caplog) -> None:
     beside, scheduler = warming(monkeypatch, "")
-    done = SimpleNamespace(made={step.name for step in steps_of(scheduler.engine)}, ended=False)
-    done.close = lambda: vars(done).update(ended=True)
+    done = SimpleNamespace(made={step.name for step in steps_of(scheduler.engine)}, ended=threading.Event())
+    done.close = done.ended.set
     beside.llm.makers = lambda steps, wake: done
     while not scheduler.engine.settled:
         beside.turn(busy=False)
@@ -400,14 +400,14 @@ def test_a_busy_engine_gives_its_requests_as_long_as_the_graph_before_took(monke
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=str)
 def test_the_process_and_what_it_runs_end_with_the_server(number: signal.Signals) -> None:
-    beside = ("import subprocess, minispec.load.making as m; "
-              "m.make_files = lambda task: subprocess.run(['sleep', '99']); m.main()")  # fmt: skip
+    beside = ("import subprocess, minispec.load.makers as m; "
+              "m.make_files = lambda *task: subprocess.run(['sleep', '99']); m.main()")  # fmt: skip
     server = f"""
 import sys, time
 from minispec.config import Config
-from minispec.load.makers import Makers, Task
+from minispec.load.makers import Makers
 Makers.COMMAND = [sys.executable, "-c", {beside!r}]
-print(Makers(Task(Config(), 2, 1), 1).processes[0].pid, flush=True)
+print(Makers((Config(), 2, 1), 1).processes[0].pid, flush=True)
 time.sleep(99)
 """
     process = subprocess.Popen([sys.executable, "-c", server], stdout=subprocess.PIPE, text=True)

@@ -4,7 +4,7 @@
 whether the last two are done. Then weights move to huge pages, and `Build.engine_of` makes the engine around the parts,
 with functions that compile when they first run. `Outline`, `Rehearsal` and `Follow` do a few of the steps differently.
 
-Read next: `memory.py`, which counts what is made here; `link.py` for ranks, `making.py` for rehearsals.
+Read next: `memory.py`, which counts what is made here; `link.py` for ranks, `makers.py` for rehearsals.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from minispec.load.fp8_weights import read_weights, stored_in_fp8
 from minispec.load.gguf_models import as_folder
 from minispec.load.keys import naming
 from minispec.load.machine import host_memory, limit_threads
-from minispec.load.makers import Makers, Task, process_count
+from minispec.load.makers import Makers, process_count
 from minispec.load.memory import Budget, Memory, free_bytes, largest_graph, make_kv, measure, unsaid
 from minispec.load.ranks import gather
 from minispec.load.selftest import PROMPT, self_test
@@ -319,8 +319,7 @@ class Build:
 
     def makers(self, engine: Engine, steps: int, wake: Callable[[], None] = lambda: None) -> Makers:
         """Start processes that make the files of an engine; steps: how many kinds lack them; wake: that of `Makers`."""
-        task = Task(self.config, engine.kv.pages, torch.get_num_threads())
-        return Makers(task, process_count(steps), wake)
+        return Makers((self.config, engine.kv.pages, torch.get_num_threads()), process_count(steps), wake)
 
     def move_weights(self) -> None:
         """Have a thread move the weights to huge pages, if that was put off when they were loaded."""

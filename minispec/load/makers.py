@@ -1,35 +1,35 @@
-"""Processes that make files of compiled functions (`files.py`) for an engine beside them.
+"""Processes that make files of compiled functions (`direct.py`) for an engine beside them.
 
-A compiler in Python holds the interpreter, so whoever serves or compiles fast needs other processes. What they do is in
-`making.py`. When all functions of a step are in files, a process prints a line. The server has the processor before
-them, and they end with it, however that ends: each has a pipe from the server as its standard input.
+A compiler in Python holds the interpreter, so whoever serves or compiles fast needs other processes. Each builds the
+same engine, of tensors without meaning (`build.rehearse`), and goes through the same steps in the same order. It makes
+each function that is in no file and that no other process is making, so nobody waits. When all functions of a step are
+in files, it prints a line. The server has the processor before the processes, and they end with it, however that ends:
+each has a pipe from the server as its standard input, and kills itself and its compilers when the pipe closes.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import IO, NamedTuple, cast
+from typing import IO, cast
 
 from minispec.config import Config
 from minispec.load.machine import host_memory
 
 MADE = "made: "  # begins the lines that a process prints for steps
 HELD = 700 << 20  # bytes that a process holds, which uses one core
+# Were it nicer, a stream would be faster meanwhile, and leave it next to nothing once the stream's steps are compiled.
+NICENESS = 5
 
-
-class Task(NamedTuple):
-    """What makes two engines have the same graphs."""
-
-    config: Config
-    pages: int
-    threads: int
+Task = tuple[Config, int, int]  # an engine's flags, pages and threads, which decide what graphs it has
 
 
 def process_count(steps: int) -> int:
@@ -40,57 +40,82 @@ def process_count(steps: int) -> int:
 class Makers:
     """The processes, seen from the server."""
 
-    COMMAND = (sys.executable, "-m", "minispec.load.making")
+    COMMAND = (sys.executable, "-m", "minispec.load.makers")
 
     def __init__(self, task: Task, count: int, wake: Callable[[], None] = lambda: None) -> None:
         """`wake` is called, by a thread, whenever there is news."""
         self.made: set[str] = set()  # names of steps
         self.last_words = "it said nothing"
-        self._wake, self._news, self._listening = wake, threading.Condition(), count
-        self.processes = [self._start(task) for _ in range(count)]
+        self.ended = threading.Event()  # set when all processes have ended
+        output, theirs = os.pipe()
+        self.processes = [
+            subprocess.Popen(self.COMMAND, bufsize=0, stdin=subprocess.PIPE, stdout=theirs, stderr=theirs,
+                             process_group=0) for _ in range(count)
+        ]  # fmt: skip
+        os.close(theirs)
+        for process in self.processes:
+            with suppress(BrokenPipeError):  # it has ended
+                pickle.dump(task, cast(IO[bytes], process.stdin))
+        threading.Thread(target=self._listen, args=(output, wake), name="makers", daemon=True).start()
 
-    def _start(self, task: Task) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(self.COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                   stderr=subprocess.STDOUT, process_group=0)  # fmt: skip
-        threading.Thread(target=self._listen, args=(process,), name="makers", daemon=True).start()
-        with suppress(BrokenPipeError):  # `_listen` sees that the process has ended
-            given = cast(IO[bytes], process.stdin)
-            given.write(pickle.dumps(task))
-            given.flush()
-        return process
-
-    def _listen(self, process: subprocess.Popen[bytes]) -> None:
-        for raw in cast(IO[bytes], process.stdout):
-            line = raw.decode(errors="replace").strip()
-            if line.startswith(MADE):
-                self._tell(line.removeprefix(MADE))
-            elif line:
-                self.last_words = line
-        process.wait()
-        self._tell()
-
-    def _tell(self, *made: str) -> None:
-        """Tell whoever waits that a step is made, or that a process has ended."""
-        with self._news:
-            self.made.update(made)
-            if not made:
-                self._listening -= 1
-            self._news.notify_all()
-        self._wake()
-
-    @property
-    def ended(self) -> bool:
-        """Whether all processes have ended."""
-        return not self._listening
+    def _listen(self, output: int, wake: Callable[[], None]) -> None:
+        with open(output, errors="replace") as lines:
+            for line in lines:
+                if line.startswith(MADE):
+                    self.made.add(line.removeprefix(MADE).strip())
+                else:
+                    self.last_words = line.strip() or self.last_words
+                wake()
+        for process in self.processes:
+            process.wait()
+        self.ended.set()
+        wake()
 
     def wait(self, step: str) -> None:
         """Wait until a step's files are made, or all processes have ended."""
-        with self._news:
-            self._news.wait_for(lambda: step in self.made or self.ended)
+        while step not in self.made and not self.ended.wait(0.1):
+            pass
 
     def close(self) -> None:
-        """End the processes and what they have started."""
+        """Have the processes end, and what they have started."""
         for process in self.processes:
-            if process.poll() is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+            cast(IO[bytes], process.stdin).close()
+
+
+# ---- within such a process -------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Make the files of the task on standard input."""
+    os.nice(NICENESS)
+    logging.disable(logging.WARNING)  # the server has said it all, and the last line here is why the process ended
+    task: Task = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_end_with_the_server, daemon=True).start()
+    make_files(*task)
+
+
+def _end_with_the_server() -> None:
+    sys.stdin.buffer.read()
+    os.killpg(0, signal.SIGKILL)
+
+
+def make_files(config: Config, pages: int, threads: int) -> None:
+    """Make the files of all steps; prints a line for each step that is complete."""
+    import torch  # here, and what needs it: the process is nice by now, and ends with the server
+
+    from minispec.load.build import rehearse
+    from minispec.load.warm_up import rehearse_step, steps_of
+
+    torch.set_num_threads(threads)
+    with rehearse(config, pages) as engine:
+        todo = steps_of(engine)
+        while todo:
+            for step in list(todo):
+                if rehearse_step(engine, step):
+                    todo.remove(step)
+                    print(f"{MADE}{step.name}", flush=True)
+            time.sleep(0.1 if todo else 0)  # what is left is being made by others
+
+
+if __name__ == "__main__":
+    main()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing
 
 import torch
 
@@ -41,18 +41,18 @@ def steps_of(engine: Engine) -> list[DecodeBuffers | PrefillBuffers]:
 def warm_up(engine: Engine, progress: Callable[[str], None], start: Callable[[int], Makers] | None = None) -> None:
     """Run every kind of step on padding, so that all is compiled.
 
-    start: starts processes that make files for so many steps (`Build.makers`). Without it all is compiled here. This
-    takes long. If it is stopped, the cache has the graphs that are made.
+    start: starts processes that make files for so many steps (`Build.makers`), if a file is missing. Without it all is
+    compiled here, which takes long. If it is stopped, the cache has the graphs that are made.
     """
-    steps = steps_of(engine)
-    lacking = [step for step in steps if start is None or not make_graphs(engine, step, compiles=False)]
-    with nullcontext() if start is None or not lacking else closing(start(len(lacking))) as makers:
+    steps, makers = steps_of(engine), None
+    compiles = engine.device.type == "cuda" or has_compiler()
+    with ExitStack() as stack:
         for number, step in enumerate(steps, 1):
             progress(f"warm-up {number}/{len(steps)}: {step.name}")
-            if step in lacking:
-                if makers is not None:
-                    makers.wait(step.name)
-                make_graphs(engine, step, compiles=engine.device.type == "cuda" or has_compiler())
+            if start is not None and not make_graphs(engine, step, compiles=False):
+                makers = makers or stack.enter_context(closing(start(len(steps) + 1 - number)))
+                makers.wait(step.name)
+            make_graphs(engine, step, compiles)
 
 
 def rehearse_step(engine: Engine, step: DecodeBuffers | PrefillBuffers) -> bool:

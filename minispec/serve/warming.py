@@ -11,13 +11,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
-if TYPE_CHECKING:
-    from minispec.buffers import DecodeBuffers, PrefillBuffers
-    from minispec.llm import LLM
-    from minispec.load.makers import Makers
+import torch
+
+from minispec.llm import LLM
+from minispec.load.files import is_empty
+from minispec.load.makers import Makers
+from minispec.load.warm_up import make_graphs, steps_of
 
 logger = logging.getLogger("minispec")
 
@@ -29,17 +30,13 @@ class Warming:
 
     def __init__(self, llm: LLM, wake: Callable[[], None]) -> None:
         """`wake` makes the engine thread call `turn` soon, and may be called from any thread."""
-        from minispec.load.files import is_empty  # here, since the server listens before torch is imported
-        from minispec.load.warm_up import steps_of
-
         self.llm, self.engine, self._wake = llm, llm.scheduler.engine, wake
         self.todo = steps_of(self.engine) if llm.compile_later else []
         self.total = len(self.todo)
         self.makers: Makers | None = None
         self.failed = ""  # why steps go on eagerly for good
-        self._trial = llm.try_out() if llm.compile_later else iter(())  # times steps and tests the head, in parts
+        self._parts = self._work() if llm.compile_later else iter(())
         self._served, self._rest_until = False, time.monotonic() + PATIENCE
-        self._threads = 0  # that torch used before the processes were started
         if self.todo:
             timer = threading.Timer(PATIENCE, wake)
             timer.daemon = True
@@ -56,71 +53,72 @@ class Warming:
         return f"{'incomplete' if self.failed else 'warming'} {done}/{self.total}" if self.todo else "compiled"
 
     def turn(self, busy: bool) -> bool:
-        """Make the graphs of at most one step, between two steps; returns whether anything was done.
+        """Do the next part of the work, between two steps; returns whether anything was done.
 
-        busy: requests are under way, so after each step they get as long as it took.
+        busy: requests are under way, so after each part they get as long as it took.
         """
-        if self.engine.settled:  # what is tried out needs slots and pages, so it waits until nobody else does
-            return not busy and next(self._trial, self) is not self
         self._served |= busy
-        if not self.todo or self.failed:
-            return self._end()
-        if time.monotonic() < self._rest_until and (busy or not self._served):
-            return False
-        self._served = True
-        made = self.todo if self.makers is None else [step for step in self.todo if step.name in self.makers.made]
-        if not made:
-            if self.makers is not None and self.makers.ended:  # without having made everything
-                self.failed = self.makers.last_words
-            return bool(self.failed)  # which ends it in the next turn
         started = time.monotonic()
-        self._make(made[0], started)
+        if (started < self._rest_until and (busy or not self._served)) or (busy and self.engine.settled):
+            return False  # what is tried out needs slots and pages, so it waits until nobody else does
+        self._served = True
+        done = next(self._parts, False)
         self._rest_until = 2 * time.monotonic() - started
-        return True
+        return done
 
-    def _make(self, step: DecodeBuffers | PrefillBuffers, started: float) -> None:
-        """Make a step's graphs, from files."""
-        from minispec.load.warm_up import make_graphs
+    def _work(self) -> Iterator[bool]:
+        """Make the graphs of a step in each part, settle the engine, and time steps and test the head.
 
-        try:
-            made = make_graphs(self.engine, step, compiles=False)
-        except Exception as error:
-            logger.exception("%s cannot be loaded", step.name)
-            self.failed = f"{type(error).__name__}: {error}"
-            return
-        if made:
-            self.todo.remove(step)
-            logger.info("compiled %d/%d: %s, %.1f s", self.total - len(self.todo), self.total, step.name,
-                        time.monotonic() - started)  # fmt: skip
-        elif self.makers is None:
-            self._start_makers()
-        else:  # a full disk, say
-            self.failed = f"{step.name} was compiled, and is in no file"
+        Yields whether anything was done. Else the processes call `wake` when there is.
+        """
+        while self.todo and not self.failed:
+            ended = self._ended
+            step = next((step for step in self.todo if self.makers is None or step.name in self.makers.made), None)
+            if step is None:
+                if self.makers is not None and ended:  # without having made everything
+                    self.failed = self.makers.last_words
+                yield ended
+                continue
+            started = time.monotonic()
+            try:
+                made = make_graphs(self.engine, step, compiles=False)
+            except Exception as error:
+                logger.exception("%s cannot be loaded", step.name)
+                self.failed = f"{type(error).__name__}: {error}"
+                break
+            if made:
+                self.todo.remove(step)
+                logger.info("compiled %d/%d: %s, %.1f s", self.total - len(self.todo), self.total, step.name,
+                            time.monotonic() - started)  # fmt: skip
+            elif self.makers is None:
+                self._start_makers()
+            else:  # a full disk, say
+                self.failed = f"{step.name} was compiled, and is in no file"
+            yield True
+        self.stop()
+        while not self._ended:
+            yield False  # until they are gone, times of steps are not those to come
+        if self.failed:
+            logger.error("%d of %d kinds of steps stay eager, since compiling failed: %s", len(self.todo), self.total,
+                         self.failed)  # fmt: skip
+        if self.makers is not None:
+            torch.set_num_threads(self._threads)
+        self.engine.settle()
+        yield True
+        for _ in self.llm.try_out():
+            yield True
+
+    @property
+    def _ended(self) -> bool:
+        return self.makers is None or self.makers.ended.is_set()
 
     def _start_makers(self) -> None:
-        import torch
-
         self.llm.move_weights()  # for these minutes, so that it need not wait for the last graph
         self.makers = self.llm.makers(len(self.todo), self._wake)
         self._threads = torch.get_num_threads()
         torch.set_num_threads(max(1, self._threads // 2))  # or a stream would leave the processes no time at all
         logger.info("processes beside the server compile %d kinds of steps, which run eagerly until then",
                     len(self.todo))  # fmt: skip
-
-    def _end(self) -> bool:
-        """Settle the engine, as soon as the processes are gone: until then times of steps are not those to come."""
-        import torch
-
-        self.stop()
-        if self.makers is not None and not self.makers.ended:
-            return False  # they call `wake` when they have ended
-        if self.failed:
-            logger.error("%d of %d kinds of steps stay eager, since compiling failed: %s", len(self.todo), self.total,
-                         self.failed)  # fmt: skip
-        if self._threads:
-            torch.set_num_threads(self._threads)
-        self.engine.settle()
-        return True
 
     def stop(self) -> None:
         """End the processes, if there are any."""

@@ -22,12 +22,12 @@ from minispec.load.machine import uncollected
 from minispec.request import Finish, Request, RequestError, SamplingParams, Update, one_line
 from minispec.serve.front import Front, front_of
 from minispec.serve.info import QUESTIONS
-from minispec.serve.warming import Warming
 from minispec.serve.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from minispec.llm import LLM
     from minispec.scheduler import Scheduler
+    from minispec.serve.warming import Warming
 
 logger = logging.getLogger("minispec")
 
@@ -134,6 +134,8 @@ class EngineThread(threading.Thread):
         """Load; then do what the inbox asks and one step, again and again, until stopped."""
         try:
             scheduler = self._load()
+            from minispec.serve.warming import Warming  # here, since the server listens before torch is imported
+
             warming = self.warming = Warming(cast("LLM", self.llm), self._wake)
             self.watchdog.start()
             while not self.stopped.is_set():

@@ -46,7 +46,7 @@ from minispec.cuda.fp8 import Fp8Linear, rowwise
 from minispec.cuda.graphs import Recorder
 from minispec.eagle import Eagle3Head, HeadConfig
 from minispec.kv import KVShape, PagedKV
-from minispec.load import direct, files
+from minispec.load import files
 from minispec.load.architectures import read_model_config
 from minispec.load.default_model import ensure_default_model
 from minispec.load.tokenizer import load_tokenizer
@@ -577,12 +577,12 @@ def step(report: Report, scale: Scale) -> None:
 @contextmanager
 def made_afresh() -> Iterator[None]:
     """Within this context an engine compiles all its functions itself, and takes none from files or other engines."""
-    direct.loaded.clear()
+    files.loaded.clear()
     torch._dynamo.reset()
     make = lambda function, args, *_: files.compile_function(function, args)[0]  # noqa: E731
-    with mock.patch.object(direct, "find", make):
+    with mock.patch.object(files, "find", make):
         yield
-    direct.loaded.clear()
+    files.loaded.clear()
 
 
 WITHIN = partial(mock.patch.object, model_module, "stored", lambda x: x)

@@ -26,8 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from benchmarks.fake_gpu import pretend_h200
 from minispec.compiled import Key, Step
-from minispec.load.direct import MARKS, any_size
-from minispec.load.files import tuning
+from minispec.load.files import MARKS, any_size, tuning
 
 OWN = "minispec"  # the namespace of this project's operators
 REGION = "repeated_subgraph"  # so begin the names of functions that torch.compile makes of regions

@@ -1,8 +1,8 @@
 """Which functions of a step run compiled, and when.
 
 The blocks (layers) of the target, a drafter's network, and the small functions around them are compiled separately, on
-CUDA and on a CPU alike: `load/direct.py` calls what `load/files.py` finds in a file or makes. On CUDA the whole step is
-captured as a CUDA graph besides (`cuda/graphs.py`).
+CUDA and on a CPU alike (`load/files.py`). On CUDA the whole step is captured as a CUDA graph besides
+(`cuda/graphs.py`).
 
 Here a graph is what torch.compile makes of a function for one shape. A step is `ready` when all its graphs are made.
 Until then it runs all its functions eagerly (`within_step`), so a server can answer before its graphs are made.
@@ -82,7 +82,7 @@ class Mode(threading.local):
     eager = False  # as they are
     compiles = True  # whether what is in no file is compiled; else NotMade is raised
     prepared = False  # whether the compiler has been told its settings (`files.prepare`)
-    outputs: dict[Any, Any] | None = None  # what they returned in a rehearsal (`direct.py`), where none runs twice
+    outputs: dict[Any, Any] | None = None  # what they returned in a rehearsal, where none runs twice
 
 
 mode = Mode()

@@ -28,7 +28,6 @@ from minispec.cpu.gather import PagedGather
 from minispec.drafter import Draft, Drafter, HostDrafter, as_drafter
 from minispec.engine import Engine
 from minispec.kv import KVShape, PagedKV
-from minispec.load import direct
 from minispec.load import files as files_module
 from minispec.load.tokenizer import Detokenizer
 from minispec.model import Model, ModelConfig
@@ -328,12 +327,12 @@ def random_linear(size: int, features: int, dtype: torch.dtype = torch.bfloat16,
 
 def graphs_made() -> int:
     """Return how many compiled functions this process has: made here, or taken from files."""
-    return sum(map(len, direct.loaded.values()))
+    return sum(map(len, files_module.loaded.values()))
 
 
 def forget_graphs() -> None:
     """Have every compiled function looked for anew, in files, so that it counts once more."""
-    direct.loaded.clear()
+    files_module.loaded.clear()
 
 
 class Traced(SerializableCallable):
@@ -358,6 +357,6 @@ class Traced(SerializableCallable):
 
 def trace_only(patch: pytest.MonkeyPatch, folder: Path) -> None:
     """Have functions traced and not compiled, from now on; a folder takes what stands for their files."""
-    patch.setattr(direct, "loaded", {})
+    patch.setattr(files_module, "loaded", {})
     patch.setattr(files_module, "BACKEND", Traced)
     patch.setattr(files_module, "folder", lambda: folder)

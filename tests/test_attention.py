@@ -30,7 +30,7 @@ from minispec.cpu import products as products_module
 from minispec.cpu.gather import GatherLayer, PagedGather, PromptLayer
 from minispec.cpu.products import TILE, Products, Tile, attend_at_once
 from minispec.kv import KVShape, PagedKV
-from minispec.load.direct import any_size
+from minispec.load.files import any_size
 
 GROUPS = (1, 3, 4, 7, 8)  # query heads per KV head
 TREES = (1, 2, 3, 8, 17, 33, 64)

@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from minispec.compiled import Key, NotMade, calling
 from minispec.engine import Engine
 from minispec.load import files as files_module
-from minispec.load.direct import DirectStep
+from minispec.load.files import DirectStep
 from minispec.scheduler import Scheduler
 from minispec.tree import Shape
 
@@ -233,7 +233,7 @@ def test_a_file_that_is_damaged_or_could_be_anybody_s_never_runs(
         made.write_bytes(content[:-100])
     elif what == "another byte":
         made.write_bytes(content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
-    elif what == "others write it":
+    elif what == "others may write it":
         made.chmod(0o666)
     elif what == "another's":
         mine = made.stat()

@@ -35,8 +35,8 @@ from minispec.config import Config
 from minispec.dflash import DFlashConfig, DFlashDrafter, DFlashHead, Pass
 from minispec.drafter import Batch
 from minispec.load.dflash_heads import default_ids, read_dflash
-from minispec.load.direct import DirectStep
 from minispec.load.drafters import make_drafter
+from minispec.load.files import DirectStep
 from minispec.load.heads import load_head
 from minispec.load.tokenizer import byte_tokenizer
 from minispec.load.warm_up import warm_up

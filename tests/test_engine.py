@@ -22,8 +22,8 @@ from exactness import (
 
 from minispec.beam import BeamDrafter
 from minispec.eagle import Eagle3Head
-from minispec.load import direct
-from minispec.load.direct import DirectStep
+from minispec.load import files
+from minispec.load.files import DirectStep
 from minispec.load.warm_up import warm_up
 
 MODEL = tiny_model()
@@ -55,7 +55,7 @@ def test_nothing_recompiles_over_200_steps_of_changing_requests(
     assert graphs > 1
     rng = random.Random(3)
     scheduler.policy.forced = rng.choice  # plain steps and both trees in turn
-    monkeypatch.setattr(direct, "find", None)  # nothing can be compiled any more
+    monkeypatch.setattr(files, "find", None)  # nothing can be compiled any more
     rng, requests, steps = random.Random(0), [], 0
     with torch.compiler.set_stance("fail_on_recompile"):
         while steps < 200 or scheduler.has_work:

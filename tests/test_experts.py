@@ -58,7 +58,7 @@ from minispec.cpu.products import products_pay
 from minispec.eagle import Eagle3Head
 from minispec.experts import Experts, _by_all, _gathered, _grouped
 from minispec.load.build import Build, Outline, Rehearsal, _kind, _linear_bytes
-from minispec.load.direct import DirectStep
+from minispec.load.files import DirectStep
 from minispec.load.memory import size_of
 from minispec.model import Model
 

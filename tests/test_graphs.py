@@ -36,11 +36,10 @@ from minispec.dspark import DSparkDrafter
 from minispec.eagle import Eagle3Head, HeadConfig
 from minispec.engine import Engine
 from minispec.kv import KVShape, PagedKV
-from minispec.load import direct, files
+from minispec.load import files
 from minispec.load.architectures import read_model_config
 from minispec.load.build import resolve_sizes
-from minispec.load.direct import DirectStep
-from minispec.load.files import compile_function
+from minispec.load.files import DirectStep, compile_function
 from minispec.load.flags import config_from_args
 from minispec.load.tree_shape import beam_shape
 from minispec.load.warm_up import rehearse_step, steps_of, warm_up
@@ -265,7 +264,7 @@ def graphs_on_an_h100(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> Coun
             found.add((function.__qualname__, name))
             raise NotMade
 
-        monkeypatch.setattr(direct, "find", note)
+        monkeypatch.setattr(files, "find", note)
         monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)  # it knows no meta device
         for step in steps_of(engine):
             rehearse_step(engine, step)

@@ -59,7 +59,7 @@ from minispec.cpu.linear import can_pack
 from minispec.eagle import Eagle3Head, HeadConfig
 from minispec.llm import LLM
 from minispec.load.build import choose_device
-from minispec.load.direct import DirectStep
+from minispec.load.files import DirectStep
 from minispec.model import Model, RMSNorm
 from minispec.ranks.shards import Shard, SplitEmbedding
 from minispec.request import SamplingParams

@@ -27,8 +27,7 @@ from minispec.cpu.gather import PagedGather
 from minispec.drafter import Drafter, Plain
 from minispec.eagle import Eagle3Head
 from minispec.engine import CAPTURED, Engine
-from minispec.load.direct import DirectStep
-from minispec.load.files import tuning
+from minispec.load.files import DirectStep, tuning
 from minispec.model import Block
 from minispec.sampling import GREEDY
 from minispec.scheduler import Scheduler

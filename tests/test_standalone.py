@@ -38,8 +38,8 @@ from minispec import LLM, SamplingParams
 from minispec.attention import Plan
 from minispec.buffers import Sizes
 from minispec.drafter import Drafter, Plain
-from minispec.load.direct import DirectStep
 from minispec.load.draft_models import ids_differ, load_draft, tokenizer_digest
+from minispec.load.files import DirectStep
 from minispec.load.memory import Budget
 from minispec.load.tokenizer import byte_tokenizer, load_tokenizer
 from minispec.load.warm_up import warm_up

@@ -12,7 +12,7 @@ from minispec.cpu import template
 from minispec.cpu.linear import PackedHead, PackedLinear
 from minispec.cpu.onednn import Reordered
 from minispec.cpu.template import Blocks, blocked, reason_against, unblocked
-from minispec.load.direct import DirectStep
+from minispec.load.files import DirectStep
 
 BF16 = torch.bfloat16
 needs_template = pytest.mark.skipif(reason_against(BF16) is not None, reason=f"no template: {reason_against(BF16)}")

@@ -51,11 +51,9 @@ from minispec import LLM
 from minispec.buffers import PrefillBuffers
 from minispec.config import Config
 from minispec.drafter import Draft, Drafter, HostDrafter
-from minispec.load import direct
 from minispec.load import files as files_module
 from minispec.load.build import rehearse
-from minispec.load.direct import DirectStep
-from minispec.load.files import compile_function
+from minispec.load.files import DirectStep, compile_function
 from minispec.load.makers import NICENESS, Makers
 from minispec.load.warm_up import make_graphs, rehearse_step, steps_of, time_steps
 from minispec.model import Block
@@ -164,7 +162,7 @@ def test_steps_stand_in_one_order_one_request_first() -> None:
 def test_a_graph_that_no_file_has_is_not_compiled_and_the_step_goes_on_eagerly(monkeypatch) -> None:
     scheduler = deferred(Oracle(truth_of(MODEL), nodes=6))
     engine = scheduler.engine
-    monkeypatch.setattr(direct, "loaded", {})
+    monkeypatch.setattr(files_module, "loaded", {})
     monkeypatch.setattr("minispec.load.files._fixed", lambda: "others")  # so that no file fits
     assert not make_graphs(engine, steps_of(engine)[0], compiles=False)
     assert not steps_of(engine)[0].ready

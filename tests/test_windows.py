@@ -48,7 +48,7 @@ from minispec import LLM
 from minispec.attention import Plan
 from minispec.cpu import int8
 from minispec.cpu.products import products_pay
-from minispec.load.direct import DirectStep
+from minispec.load.files import DirectStep
 from minispec.load.warm_up import warm_up
 from minispec.scheduler import Scheduler
 from minispec.standalone import DraftModel, StandaloneDrafter

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from minispec.attention import Plan
 from minispec.cpu.gather import GatherLayer, PromptLayer
-from minispec.load.direct import DirectStep, any_size
-from minispec.load.files import prepare
+from minispec.load.files import DirectStep, any_size, prepare
 
 BOUND = 1e-5  # of the largest number, in float32
 

@@ -40,9 +40,8 @@ from minispec.drafter import Drafter, Plain
 from minispec.engine import Engine
 from minispec.load.architectures import read_model_config
 from minispec.load.default_model import ensure_default_model
-from minispec.load.direct import DirectStep
 from minispec.load.drafters import make_drafter, with_own_head
-from minispec.load.files import has_compiler, is_empty, prepare, take_from
+from minispec.load.files import DirectStep, has_compiler, is_empty, prepare, take_from
 from minispec.load.fp8_weights import read_weights, stored_in_fp8
 from minispec.load.gguf_models import as_folder
 from minispec.load.keys import naming

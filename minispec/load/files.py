@@ -1,21 +1,22 @@
-"""Compiled functions as files: made once by any process, loaded by every later one in a tenth of a second.
+"""Compiled functions: kept in files, loaded by every later process in a tenth of a second, and called directly.
 
-`torch.compile(f).aot_compile(arguments)` traces and compiles a function and runs nothing. What it returns can be saved,
-and loaded without asking Dynamo (the tracer of torch.compile) again.
+torch.compile finds its graph anew at every call. It checks what the graph takes for granted, its guards, and gathers
+the graph's inputs: some 100 microseconds a layer, a fifth of a plain step on a CPU. But between two steps of one shape
+only the activations change. So a `DirectStep` asks once for every layer and plan, and later calls go straight to the
+code, which refuses other sizes and strides and checks nothing else. One argument, the key (`compiled.Key`), stands for
+all that stays. What was found for it ends with it.
 
-A graph takes much for granted: sizes and dtypes of tensors, numbers, types, which tensors are one. Dynamo lists all of
-it as its guards, which it would check at each call. Here guards become facts, which stand in the file beside the code:
-an expression over the function's arguments and what it gave. They are checked once, before a file's code is called for
-new arguments (`Loaded.fits`), so a wrong file is never run. A file's name only has to find it: it holds what can be
-seen without tracing, and a checksum of the facts.
-
-What facts do not show stands in the name (`machine`): PyTorch, processor, threads, Inductor's options, the code that
-lowers our operators. And a file knows the source that was traced, by checksum.
+`aot_compile` compiles a function and runs nothing, so tensors may be fake. Guards become facts, which stand in the file
+beside the code: an expression over the function's arguments, and what it gave. They are checked before the code is
+called for new arguments (`Loaded.fits`), so a wrong file is never run. A file's name only has to find it: it holds what
+can be seen without tracing, and what facts do not show (`machine`). The source that was traced is known by checksum.
 
 A file is code, since loading unpickles. So the folder and all above it must be writable by this user or root alone, and
 so must the file. The folder lies in Inductor's own cache, where each file's machine code is.
 
-Read next: `direct.py`, which calls what is loaded; `makers.py`, the processes that make files for a server.
+In a rehearsal a function gets its file, and runs eagerly once for each graph; later calls return what it returned then.
+
+Read next: `model.py`, `beam.py` and `engine.py`, whose functions these are; `makers.py`, processes that make files.
 """
 
 from __future__ import annotations
@@ -34,81 +35,165 @@ import stat
 import subprocess
 import sys
 import tempfile
-import types
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from minispec.compiled import NotMade, mode
+from minispec.compiled import Key, NotMade, Step, calling, mode
 from minispec.cpu import template
 from minispec.load.machine import CACHE, own_compile_cache, temporary_cache
 
 logger = logging.getLogger("minispec")
 
-FORMAT = 2  # to be raised when what a file holds changes
+FORMAT = 3  # to be raised when what a file holds changes
 ENDING = ".code"  # of a file's name
 HEADERS = "headers"  # the folder of compiled headers, of 150 MB each
 BACKEND: Any = "inductor"  # of torch.compile
 
-Facts = Mapping[str, Any]  # for expressions over a function's arguments: what `_fact` says of their values
+# Attributes of a tensor by which Dynamo knows that a dimension may have any length.
+MARKS = ("_dynamo_weak_dynamic_indices", "_dynamo_propagated_dynamic_indices", "_has_dynamo_dim_marking")
 # Guards that say nothing about the graph's inputs: no module of ours has hooks, and a type is described with its value.
 _IGNORED = ("EMPTY_NN_MODULE_HOOKS_DICT", "NOT_PRESENT_IN_GENERIC_DICT")
+
+Facts = Mapping[str, Any]  # by expressions over a function's arguments
+
+
+class DirectStep:
+    """A function compiled for inference; see the head of this file."""
+
+    def __init__(self, function: Step) -> None:
+        self.function = function
+        self.calls: weakref.WeakKeyDictionary[Key, dict[tuple, Step]] = weakref.WeakKeyDictionary()
+
+    def __call__(self, *args: Any) -> Any:
+        """Return function(*args), the owner first; what the function writes is written in place."""
+        if mode.eager:
+            return self.function(*args)
+        key = next(arg for arg in args if isinstance(arg, Key))
+        if mode.outputs is not None:
+            return self._rehearse(args, key, mode.outputs)
+        calls, given = self.calls.setdefault(key.original or key, {}), _given(args)
+        call = calls.get(given)
+        if call is None:
+            call = calls[given] = self._find(args, key).call
+        return call(*args)
+
+    def _find(self, args: Sequence[Any], key: Key) -> Loaded:
+        """Return the compiled function for a key: one that is loaded already, or that of a file, or a new one."""
+        prepare()
+        with any_size(args[1:], key):
+            name = _name(args)
+            graphs = loaded.setdefault((self.function, name), [])
+            found = next((graph for graph in graphs if graph.fits(args)), None)
+            if found is None:
+                graphs.append(found := find(self.function, args, name))
+            return found
+
+    def _rehearse(self, args: Sequence[Any], key: Key, outputs: dict[Any, Any]) -> Any:
+        at: tuple[Any, Any] = (NotMade, (self.function, _name(args)))  # if another process makes it
+        with suppress(NotMade):
+            at = (id(self._find(args, key)), _name(args))
+        if at not in outputs:
+            with calling(eager=True):
+                outputs[at] = self.function(*args)
+        # A function that runs returns a tensor of its own each time, and what is compiled behind it may rely on that.
+        return tree_map_only(Tensor, Tensor.clone, outputs[at])
+
+
+@contextmanager
+def any_size(args: Sequence[Any], key: Key) -> Iterator[None]:
+    """Within this, a graph that is traced for such a key takes other batch sizes and lengths as well.
+
+    Of the key's tensors it says which dimensions those are. With `of_batch` it is dimension 0 of the arguments. With
+    `any_size` they are 0 and 1, as in x [B, T, d], or 2, as in the rotary factors [B, 1, T, D]; none where there are
+    few rows. A size of one stays a constant of the graph. Others read some of these tensors too, so marks are removed.
+    """
+    from torch.fx.experimental import _config  # here, since importing it takes a while
+
+    members = [member for member in tree_leaves(args) if isinstance(member, Tensor)]
+    marked: list[tuple[Tensor, tuple[int, ...]]] = []
+    how = {}
+    if key.of_batch:
+        marked = [(tensor, (0,)) for tensor in (*key.of_batch, *members) if tensor.dim()]
+    elif key.any_size:
+        marked = [*key.any_size, *((m, (0, 2 if m.dim() == 4 else 1)) for m in members if not key.few)]
+        # Two sizes that happen to be equal now need not be so later, and one that is one now need not stay so.
+        how = {"use_duck_shape": False, "backed_size_oblivious": True}
+    for tensor, dimensions in marked:
+        torch._dynamo.maybe_mark_dynamic(tensor, [at for at in dimensions if tensor.shape[at] != 1])
+    try:
+        with cast(Any, _config).patch(**how):
+            yield
+    finally:
+        for tensor, _ in marked:
+            for mark in MARKS:
+                vars(tensor).pop(mark, None)
+
+
+def _given(args: Sequence[Any]) -> tuple:
+    """Return what decides which graph serves these arguments: sets, and which arguments and members are None."""
+    return tuple([
+        tuple([member is None for member in arg]) if isinstance(arg, tuple)
+        else tuple(sorted(arg)) if isinstance(arg, frozenset) else arg is None
+        for arg in args
+    ])  # fmt: skip
+
+
+def _name(args: Sequence[Any]) -> str:
+    """Return what `_given` says, and what is known of the arguments' tensors."""
+    return f"{_given(args)} {[described(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]}"
 
 
 # ---- facts -----------------------------------------------------------------------------------------------------------
 
 
-def described(value: Any, like: Any = None) -> Any:
-    """Return all that a graph may take for granted of a value.
-
-    None stands for an open size, of two or more: in a dimension that is marked as one of any length, or open in `like`,
-    a description.
-    """
+def described(value: Any) -> Any:
+    """Return all that a graph may take for granted of a value; None stands for a size that `any_size` opens."""
     if isinstance(value, Tensor):
-        marked = getattr(value, "_dynamo_weak_dynamic_indices", ())
-        if isinstance(like, tuple):
-            marked = [at for at, size in enumerate(like[1]) if size is None]
-        sizes = tuple(None if at in marked and size != 1 else size for at, size in enumerate(value.shape))
+        opened = getattr(value, MARKS[0], ())
+        sizes = tuple(None if at in opened else size for at, size in enumerate(value.shape))
         # Strides but for dimensions of one; where a size is open, only whether the tensor is contiguous.
         steps = [step for step, size in zip(value.stride(), sizes, strict=True) if size != 1]
         kind = "Parameter" if isinstance(value, torch.nn.Parameter) else type(value).__name__.removeprefix("Fake")
         kind = f"{kind} {value.dtype} {value.device} {value.requires_grad}"
         return kind, sizes, value.is_contiguous() if None in sizes else steps
-    if isinstance(value, (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType)):
-        return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, (set, frozenset)):
         return repr(sorted(map(repr, value)))
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device)):
         return repr(value)
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    return f"{kind} of {len(value)}" if isinstance(value, (tuple, list, dict)) else kind
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__} {len(value) if isinstance(value, (tuple, list, dict)) else ''}"
 
 
-def _fact(name: str, value: Any, seen: dict[int, Any], like: Any = None) -> tuple[Any, str]:
-    """Return a value's description, and the first expression that gave the same tensor; seen: what was given so far."""
-    return described(value, like), seen.setdefault(id(value), (name, value))[0] if isinstance(value, Tensor) else name
+def _facts(values: Mapping[str, Any]) -> Facts:
+    """Return the facts of these values: what is described, and the first expression that gave the same tensor."""
+    first: dict[int, str] = {}
+    return {
+        name: (described(value), first.setdefault(id(value), name) if isinstance(value, Tensor) else name)
+        for name, value in sorted(values.items())
+    }
 
 
 class Loaded(NamedTuple):
     """A compiled function, and what it takes for granted."""
 
-    function: Callable[..., Any]  # before it was compiled
+    function: Step  # before it was compiled
     facts: Facts
-    call: Callable[..., Any]
+    call: Step
 
     def fits(self, args: Sequence[Any]) -> bool:
-        """Return whether the code is right for these arguments, the owner included."""
-        names = dict(_signature(self.function).bind(*args).arguments)
-        cells = zip(self.function.__code__.co_freevars, self.function.__closure__ or (), strict=True)
-        names |= {name: cell.cell_contents for name, cell in cells} | {"G": _Globals(self.function.__globals__)}
-        seen: dict[int, Any] = {}
+        """Return whether the code is right for these arguments, the owner included; to be called in `any_size`."""
+        names = {**_signature(self.function).bind(*args).arguments, **inspect.getclosurevars(self.function).nonlocals}
+        names["G"] = _Globals(self.function.__globals__)
         try:
-            facts = self.facts.items()
-            return all(fact == _fact(name, eval(_code(name), names), seen, fact[0]) for name, fact in facts)
+            return self.facts == _facts({name: eval(_code(name), names) for name in self.facts})
         except (AttributeError, LookupError, NameError, TypeError):  # something that the code reads is not there
             return False
 
@@ -122,9 +207,10 @@ class _Globals(dict[str, Any]):
 
 _code = functools.cache(functools.partial(compile, filename="<guard>", mode="eval"))
 _signature = functools.cache(inspect.signature)
+loaded: dict[tuple[Step, str], list[Loaded]] = {}  # the graphs of this process, by function and `_name`
 
 
-def compile_function(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Loaded, Any]:
+def compile_function(function: Step, args: Sequence[Any]) -> tuple[Loaded, Any]:
     """Compile a function for these arguments, without running it; return it, and PyTorch's object for it."""
     values: dict[str, Any] = {}
 
@@ -138,23 +224,11 @@ def compile_function(function: Callable[..., Any], args: Sequence[Any]) -> tuple
 
     options = {**tuning(function, args), "guard_filter_fn": note}
     compiler: Any = torch.compile(function, backend=BACKEND, fullgraph=True, dynamic=False, options=options)
-    made, seen = compiler.aot_compile((tuple(args), {})), dict[int, Any]()
-    return Loaded(function, {name: _fact(name, values[name], seen) for name in sorted(values)}, made.fn), made
+    made = compiler.aot_compile((tuple(args), {}))
+    return Loaded(function, _facts(values), made.fn), made
 
 
-def _compile(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Loaded, Any]:
-    """Do the same; what a compiler that was killed left of a library is removed, which Inductor would try to load."""
-    try:
-        return compile_function(function, args)
-    except Exception as error:
-        cut = re.search(r"ImportError: (/\S+\.so): ", str(error))
-        if cut is None or not Path(cut[1]).exists():
-            raise
-        Path(cut[1]).unlink()
-        return _compile(function, args)
-
-
-def tuning(function: Callable[..., Any], args: Sequence[Any]) -> dict[str, Any]:
+def tuning(function: Step, args: Sequence[Any]) -> dict[str, Any]:
     """Return Inductor's options for a function of these arguments.
 
     On CUDA a layer's products of one row become kernels that read the weights once and belong to their neighbours.
@@ -165,29 +239,17 @@ def tuning(function: Callable[..., Any], args: Sequence[Any]) -> dict[str, Any]:
     return {"coordinate_descent_tuning": True} if one_row else {}
 
 
-@functools.cache
-def _checksum(module: str) -> str:
-    """Return the checksum of a module's source; empty if it has none, or is none of this process."""
-    path = getattr(sys.modules.get(module), "__file__", None)
-    return _sum(Path(path).read_bytes()).decode() if path else ""
-
-
-def _sum(content: bytes) -> bytes:
-    return hashlib.sha256(content).hexdigest().encode()
-
-
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def find(function: Callable[..., Any], args: Sequence[Any], name: str) -> Loaded:
+def find(function: Step, args: Sequence[Any], name: str) -> Loaded:
     """Return a function compiled for these arguments, the owner first: from a file, or compiled and kept in one.
 
     name: of the file, without what `machine` says. Raises NotMade if it is in no file and `mode` forbids to compile, or
     in a rehearsal if another process is making it.
     """
-    prepare()
-    label = f"{function.__qualname__}-{_sum(f'{name} {machine(args)}'.encode()).decode()[:32]}"
-    if (found := _look(label, function, args)) is not None:
+    label = f"{function.__qualname__}-{_sum(f'{name} {machine(args)}'.encode())[:32].decode()}"
+    if found := _look(label, function, args):
         return found
     if not mode.compiles:
         raise NotMade(f"{function.__qualname__} is in no file yet")
@@ -198,7 +260,7 @@ def find(function: Callable[..., Any], args: Sequence[Any], name: str) -> Loaded
         raise NotMade(f"another process makes {label}") from None
 
 
-def _look(label: str, function: Callable[..., Any], args: Sequence[Any]) -> Loaded | None:
+def _look(label: str, function: Step, args: Sequence[Any]) -> Loaded | None:
     """Return the function of the first file of a label that is right for these arguments; a rehearsal gets no code."""
     for path in sorted(folder().glob(f"{label}.*{ENDING}")):
         try:
@@ -209,30 +271,37 @@ def _look(label: str, function: Callable[..., Any], args: Sequence[Any]) -> Load
             if checksum != _sum(content):
                 raise ValueError("it is not whole")
             facts, sources, code = pickle.loads(content)
-            loaded = Loaded(function, facts, function)
-            if any(_checksum(module) != known for module, known in sources.items()) or not loaded.fits(args):
+            found = Loaded(function, facts, function)
+            if any(_checksum(module) != known for module, known in sources.items()) or not found.fits(args):
                 continue
             if mode.outputs is None:
                 made: Any = torch.compiler.load_compiled_function(io.BytesIO(code), f_globals=function.__globals__)
-                loaded = loaded._replace(call=made.fn)
-            return loaded
+                found = found._replace(call=made.fn)
+            return found
         except Exception as error:  # unpickling a file of another release may raise anything
             logger.warning("%s cannot be loaded and is made anew: %s: %s", path, type(error).__name__, error)
             path.unlink(missing_ok=True)
     return None
 
 
-def _make(label: str, function: Callable[..., Any], args: Sequence[Any]) -> Loaded:
-    loaded, made = _compile(function, args)
+def _make(label: str, function: Step, args: Sequence[Any]) -> Loaded:
+    try:
+        found, made = compile_function(function, args)
+    except Exception as error:
+        cut = re.search(r"ImportError: (/\S+\.so): ", str(error))
+        if cut is None or not Path(cut[1]).exists():
+            raise
+        Path(cut[1]).unlink()  # what a compiler that was killed left of a library, which Inductor tries to load
+        return _make(label, function, args)
     try:
         sources = {part.module: _checksum(part.module) for part in made.source_info().inlined_sources}
-        content = pickle.dumps((loaded.facts, sources, type(made).serialize(made).serialized_data))
-        number = _sum(repr(loaded.facts).encode()).decode()[:16]
+        content = pickle.dumps((found.facts, sources, type(made).serialize(made).serialized_data))
+        number = _sum(repr(found.facts).encode())[:16].decode()
         _write(folder() / f"{label}.{number}{ENDING}", _sum(content) + content)
     except Exception as error:  # a full disk, say, or a function that holds what cannot be pickled
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         logger.warning("compiled code of %s is not kept: %s", function.__qualname__, why)
-    return loaded
+    return found
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -242,11 +311,40 @@ def _write(path: Path, content: bytes) -> None:
     os.replace(file.name, path)
 
 
+def _sum(content: bytes) -> bytes:
+    return hashlib.sha256(content).hexdigest().encode()
+
+
+@functools.cache
+def _checksum(module: str) -> bytes:
+    """Return the checksum of a module's source; empty if it has none, or is none of this process."""
+    path = getattr(sys.modules.get(module), "__file__", None)
+    return _sum(Path(path).read_bytes()) if path else b""
+
+
+def machine(args: Sequence[Any]) -> str:
+    """Return what compiled code takes for granted of processor or GPU, PyTorch, its options, and our operators."""
+    from torch._inductor import config
+
+    gpu = next((torch.cuda.get_device_name(arg.device) for arg in args if isinstance(arg, Tensor) and arg.is_cuda), "")
+    options = sorted((name, str(value)) for name, value in config.save_config_portable().items())
+    return repr((gpu, options, _fixed()))
+
+
+@functools.cache
+def _fixed() -> tuple:
+    """Return the part of `machine` that stays while this process lives."""
+    package = Path(__file__).parent.parent
+    lowerings = sorted(path for place in (".", "cpu", "cuda") for path in (package / place).glob("*.py"))
+    code, cpu = _sum(b"".join(path.read_bytes() for path in lowerings)), sorted(torch.cpu.get_capabilities().items())
+    return FORMAT, torch.__version__, platform.python_version(), platform.machine(), cpu, code
+
+
 def prepare() -> None:
     """Import Dynamo and Inductor, and tell them what all of ours must agree on, as it is in names of files.
 
     They are told once for each thread, since their settings belong to a thread. A start does not wait for this import
-    of two seconds, so `find` calls this with the first function.
+    of two seconds, so the first function that is looked for calls this.
     """
     if mode.prepared:
         return
@@ -282,23 +380,6 @@ def has_compiler() -> bool:
     return shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
-def machine(args: Sequence[Any]) -> str:
-    """Return what compiled code takes for granted of processor or GPU, PyTorch, its options, and our operators."""
-    from torch._inductor import config
-
-    gpu = next((torch.cuda.get_device_name(arg.device) for arg in args if isinstance(arg, Tensor) and arg.is_cuda), "")
-    return f"{_fixed()} {gpu} {sorted((name, str(value)) for name, value in config.save_config_portable().items())}"
-
-
-@functools.cache
-def _fixed() -> str:
-    """Return the part of `machine` that stays while this process lives."""
-    package = Path(__file__).parent.parent
-    lowerings = sorted(path for place in (".", "cpu", "cuda") for path in (package / place).glob("*.py"))
-    code, cpu = _sum(b"".join(path.read_bytes() for path in lowerings)), sorted(torch.cpu.get_capabilities().items())
-    return repr((FORMAT, torch.__version__, platform.python_version(), platform.machine(), cpu, code))
-
-
 # ---- the folder ------------------------------------------------------------------------------------------------------
 
 
@@ -316,15 +397,32 @@ def _folder(cache: str) -> Path:
     path = Path(cache) / "minispec"
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = path.resolve()
-        if (why := untrusted(path)) is None and os.access(path, os.W_OK):
-            return path
-        why = why or "it cannot be written"
+        path = trusted(path)
+        if not os.access(path, os.W_OK):
+            raise PermissionError("it cannot be written")
     except OSError as error:
-        why = str(error)
-    own = temporary_cache()
-    logger.warning("compiled code is not kept in %s, since %s; it is in %s until the end", cache, why, own)
-    return _folder(own)
+        own = temporary_cache()
+        logger.warning("compiled code is not kept in %s, since %s; it is in %s until the end", cache, error, own)
+        return _folder(own)
+    return path
+
+
+def trusted(path: Path) -> Path:
+    """Return a folder's path without links; raises OSError unless only this user and root can put code there.
+
+    A sticky folder's entries cannot be replaced by others.
+    """
+    path = path.resolve()
+    for part in (path, *path.parents):
+        status = part.stat()
+        if not _ours(status) and not (status.st_uid in (0, os.getuid()) and status.st_mode & stat.S_ISVTX):
+            raise PermissionError(f"{part} can be written by others")
+    return path
+
+
+def _ours(status: os.stat_result) -> bool:
+    """Return whether a file or folder belongs to this user or root, and nobody else can write it."""
+    return status.st_uid in (0, os.getuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def is_empty() -> bool:
@@ -334,29 +432,14 @@ def is_empty() -> bool:
 
 def take_from(source: Path) -> None:
     """Copy what a folder that `minispec.compile` filled has and our cache lacks, with the machine code beside it."""
-    source, into = source.resolve(), folder().parent
-    if (why := untrusted(source) if source.is_dir() else "it is no folder") is not None:
-        logger.warning("--compiled-files %s is not used: %s", source, why)
+    try:
+        source = trusted(source)
+        found = [path for path in source.rglob("*") if stat.S_ISREG(path.lstat().st_mode) and _ours(path.lstat())]
+    except OSError as error:
+        logger.warning("--compiled-files %s is not used: %s", source, error)
         return
-    for found in source.rglob("*"):
-        place = into / found.relative_to(source)
-        if not place.exists() and stat.S_ISREG(found.lstat().st_mode) and _ours(found.lstat()):
+    for path in found:
+        place = folder().parent / path.relative_to(source)
+        if not place.exists():
             place.parent.mkdir(parents=True, exist_ok=True)
-            _write(place, found.read_bytes())
-
-
-def untrusted(path: Path) -> str | None:
-    """Return why code in a folder must not be run; None if only this user and root can put it there.
-
-    path: resolved, so that no link above it is left. A sticky folder's entries cannot be replaced by others.
-    """
-    for part in (path, *path.parents):
-        status = part.stat()
-        if not _ours(status) and not (status.st_uid in (0, os.getuid()) and status.st_mode & stat.S_ISVTX):
-            return f"{part} can be written by others"
-    return None
-
-
-def _ours(status: os.stat_result) -> bool:
-    """Return whether a file or folder belongs to this user or root, and nobody else can write it."""
-    return status.st_uid in (0, os.getuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            _write(place, path.read_bytes())

@@ -1,4 +1,4 @@
-"""Processes that make files of compiled functions (`direct.py`) for an engine beside them.
+"""Processes that make files of compiled functions (`files.py`) for an engine beside them.
 
 A compiler in Python holds the interpreter, so whoever serves or compiles fast needs other processes. Each builds the
 same engine, of tensors without meaning (`build.rehearse`), and goes through the same steps in the same order. It makes

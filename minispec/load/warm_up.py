@@ -4,7 +4,7 @@ Graphs are made by running steps on padding. Such a step serves no request and w
 may run between two other steps. A server on a CPU makes its graphs while it serves, a step at a time (`warming.py`). In
 all other cases the graphs are made first.
 
-Read next: `engine.py`, whose steps these are; `direct.py` for graphs; `makers.py`, processes that make them.
+Read next: `engine.py`, whose steps these are; `files.py` for graphs; `makers.py`, processes that make them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from typing import Any
 
 import torch
 
@@ -52,39 +53,32 @@ def warm_up(engine: Engine, progress: Callable[[str], None], start: Callable[[in
             if start is not None and not make_graphs(engine, step, compiles=False):
                 makers = makers or stack.enter_context(closing(start(len(steps) + 1 - number)))
                 makers.wait(step.name)
-            make_graphs(engine, step, compiles)
+            make_graphs(engine, step, compiles=compiles)
 
 
 def rehearse_step(engine: Engine, step: DecodeBuffers | PrefillBuffers) -> bool:
     """Make files of what a step runs, in an engine of `build.rehearse`; False if another process makes some of them."""
     outputs: dict[tuple, object] = {}
-    with calling(outputs=outputs):
-        _run_on_padding(engine, step, uploads=engine.device.type != "cuda")  # fake tensors hold no values
-    return all(made is not NotMade for made, _ in outputs)
-
-
-def _run_on_padding(engine: Engine, step: DecodeBuffers | PrefillBuffers, uploads: bool = True) -> None:
-    """Run a step that serves no request: it writes to page 0 and slot 0 alone, so it may run between two others."""
-    wants: Sequence[Needs] = (GREEDY,)
-    if isinstance(step, DecodeBuffers) and engine.small.choice(step.batch, step.nodes):
-        wants = engine.needs_of(step.batch)
-    if uploads:
-        step.upload([], ()) if isinstance(step, DecodeBuffers) else step.upload([])
-    for needs in wants:
-        engine.run(step, needs)
+    return make_graphs(engine, step, outputs=outputs) and all(made is not NotMade for made, _ in outputs)
 
 
 @torch.inference_mode()
-def make_graphs(engine: Engine, step: DecodeBuffers | PrefillBuffers, compiles: bool = True) -> bool:
-    """Make the graphs that a step lacks, and set it `ready`, which is returned.
+def make_graphs(engine: Engine, step: DecodeBuffers | PrefillBuffers, **how: Any) -> bool:
+    """Make the graphs that a step lacks, by running it on padding, and set it `ready`, which is returned.
 
-    compiles: False takes them from files. Where one is in no file, or after an exception, the step runs eagerly, as
-    before.
+    how: members of `compiled.Mode`. With compiles=False graphs are taken from files; where one is in no file, or after
+    an exception, the step runs eagerly, as before.
     """
+    wants: Sequence[Needs] = (GREEDY,)
+    if isinstance(step, DecodeBuffers) and engine.small.choice(step.batch, step.nodes):
+        wants = engine.needs_of(step.batch)
     step.ready = True  # for this run
     try:
-        with calling(compiles=compiles):
-            _run_on_padding(engine, step)
+        if engine.device.type == "cpu" or "outputs" not in how:  # fake tensors hold no values
+            step.upload([], ()) if isinstance(step, DecodeBuffers) else step.upload([])
+        with calling(**how):
+            for needs in wants:
+                engine.run(step, needs)
     except BaseException as error:
         step.ready = False
         if not isinstance(error, NotMade):

@@ -269,7 +269,7 @@ def warming(monkeypatch: pytest.MonkeyPatch, command: str, empty: bool = False) 
     monkeypatch.setattr("minispec.serve.warming.is_empty", lambda: empty)
     monkeypatch.setattr("minispec.serve.warming.PATIENCE", 0.0)
     llm = SimpleNamespace(scheduler=scheduler, compiled=True, compile_later=True, try_out=lambda: iter(()),
-                          makers=lambda steps, wake: Makers((Config(), 2, 1), 2, wake),
+                          makers=lambda steps, wake: Makers(print, 2, wake),
                           move_weights=lambda: None)  # fmt: skip
     return Warming(llm, lambda: None), scheduler
 
@@ -290,19 +290,14 @@ def test_if_the_process_fails_what_is_missing_stays_eager_and_is_served(monkeypa
     assert asked.output_ids == reference(MODEL, asked)
 
 
-def test_no_warning_takes_the_place_of_why_the_process_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    beside = """
+def test_no_warning_takes_the_place_of_why_the_process_ended() -> None:
+    ends = """
 import logging, os
-from minispec.load import makers
-def make_files(*task):
-    print("no room", flush=True)
-    logging.getLogger("minispec").warning("other processes use the cores")
-    os._exit(1)
-makers.make_files = make_files
-makers.main()
+print("no room", flush=True)
+logging.getLogger("minispec").warning("other processes use the cores")
+os._exit(1)
 """
-    monkeypatch.setattr(Makers, "COMMAND", [sys.executable, "-c", beside])
-    makers = Makers((Config(), 2, 1), 1)
+    makers = Makers(partial(exec, ends), 1)
     makers.wait("a step that nobody makes")
     assert makers.ended.is_set() and makers.last_words == "no room"
 
@@ -398,14 +393,11 @@ def test_a_busy_engine_gives_its_requests_as_long_as_the_graph_before_took(monke
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=str)
 def test_the_process_and_what_it_runs_end_with_the_server(number: signal.Signals) -> None:
-    beside = ("import subprocess, minispec.load.makers as m; "
-              "m.make_files = lambda *task: subprocess.run(['sleep', '99']); m.main()")  # fmt: skip
-    server = f"""
-import sys, time
-from minispec.config import Config
+    server = """
+import subprocess, time
+from functools import partial
 from minispec.load.makers import Makers
-Makers.COMMAND = [sys.executable, "-c", {beside!r}]
-print(Makers((Config(), 2, 1), 1).processes[0].pid, flush=True)
+print(Makers(partial(subprocess.run, ["sleep", "99"]), 1).processes[0].pid, flush=True)
 time.sleep(99)
 """
     process = subprocess.Popen([sys.executable, "-c", server], stdout=subprocess.PIPE, text=True)

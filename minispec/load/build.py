@@ -52,7 +52,7 @@ from minispec.load.ranks import gather
 from minispec.load.selftest import PROMPT, self_test
 from minispec.load.tokenizer import Tokenizer, byte_tokenizer, eos_token_ids, load_tokenizer
 from minispec.load.tree_shape import coarse_batches, trees_by_batch
-from minispec.load.warm_up import steps_of, time_steps, warm_up
+from minispec.load.warm_up import make_files, steps_of, time_steps, warm_up
 from minispec.load.weights import load_weights, read_config, resolve_model, tied_as_stored
 from minispec.model import Block, Model, ModelConfig, published_tensors
 from minispec.ranks.link import Elsewhere, Lead, Ranks
@@ -318,7 +318,8 @@ class Build:
 
     def makers(self, engine: Engine, steps: int, wake: Callable[[], None] = lambda: None) -> Makers:
         """Start processes that make the files of an engine; steps: how many kinds lack them; wake: that of `Makers`."""
-        return Makers((self.config, engine.kv.pages, torch.get_num_threads()), process_count(steps), wake)
+        work = partial(make_files, partial(rehearse, self.config, engine.kv.pages), torch.get_num_threads())
+        return Makers(work, process_count(steps), wake)
 
     def move_weights(self) -> None:
         """Have a thread move the weights to huge pages, if that was put off when they were loaded."""

@@ -16,12 +16,10 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import IO, cast
 
-from minispec.config import Config
 from minispec.load.machine import host_memory
 
 MADE = "made: "  # begins the lines that a process prints for steps
@@ -29,7 +27,7 @@ HELD = 700 << 20  # bytes that a process holds, which uses one core
 # Were it nicer, a stream would be faster meanwhile, and leave it next to nothing once the stream's steps are compiled.
 NICENESS = 5
 
-Task = tuple[Config, int, int]  # an engine's flags, pages and threads, which decide what graphs it has
+Work = Callable[[], None]  # `warm_up.make_files` with its arguments
 
 
 def process_count(steps: int) -> int:
@@ -42,7 +40,7 @@ class Makers:
 
     COMMAND = (sys.executable, "-m", "minispec.load.makers")
 
-    def __init__(self, task: Task, count: int, wake: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, work: Work, count: int, wake: Callable[[], None] = lambda: None) -> None:
         """`wake` is called, by a thread, whenever there is news."""
         self.made: set[str] = set()  # names of steps
         self.last_words = "it said nothing"
@@ -55,7 +53,7 @@ class Makers:
         os.close(theirs)
         for process in self.processes:
             with suppress(BrokenPipeError):  # it has ended
-                pickle.dump(task, cast(IO[bytes], process.stdin))
+                pickle.dump(work, cast(IO[bytes], process.stdin))
         threading.Thread(target=self._listen, args=(output, wake), name="makers", daemon=True).start()
 
     def _listen(self, output: int, wake: Callable[[], None]) -> None:
@@ -82,39 +80,18 @@ class Makers:
             cast(IO[bytes], process.stdin).close()
 
 
-# ---- within such a process -------------------------------------------------------------------------------------------
-
-
 def main() -> None:
-    """Make the files of the task on standard input."""
+    """Do the work on standard input; what it needs is imported when it is read, and the process is nice by then."""
     os.nice(NICENESS)
     logging.disable(logging.WARNING)  # the server has said it all, and the last line here is why the process ended
-    task: Task = pickle.load(sys.stdin.buffer)
+    work: Work = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_the_server, daemon=True).start()
-    make_files(*task)
+    work()
 
 
 def _end_with_the_server() -> None:
     sys.stdin.buffer.read()
     os.killpg(0, signal.SIGKILL)
-
-
-def make_files(config: Config, pages: int, threads: int) -> None:
-    """Make the files of all steps; prints a line for each step that is complete."""
-    import torch  # here, and what needs it: the process is nice by now, and ends with the server
-
-    from minispec.load.build import rehearse
-    from minispec.load.warm_up import rehearse_step, steps_of
-
-    torch.set_num_threads(threads)
-    with rehearse(config, pages) as engine:
-        todo = steps_of(engine)
-        while todo:
-            for step in list(todo):
-                if rehearse_step(engine, step):
-                    todo.remove(step)
-                    print(f"{MADE}{step.name}", flush=True)
-            time.sleep(0.1 if todo else 0)  # what is left is being made by others
 
 
 if __name__ == "__main__":

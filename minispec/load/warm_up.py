@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from minispec.buffers import DecodeBuffers, PrefillBuffers
 from minispec.compiled import NotMade, calling
 from minispec.engine import Engine
 from minispec.load.files import has_compiler
-from minispec.load.makers import Makers
+from minispec.load.makers import MADE, Makers
 from minispec.sampling import GREEDY, Needs
 from minispec.tree import Shape
 
@@ -60,6 +60,19 @@ def rehearse_step(engine: Engine, step: DecodeBuffers | PrefillBuffers) -> bool:
     """Make files of what a step runs, in an engine of `build.rehearse`; False if another process makes some of them."""
     outputs: dict[tuple, object] = {}
     return make_graphs(engine, step, outputs=outputs) and all(made is not NotMade for made, _ in outputs)
+
+
+def make_files(rehearsal: Callable[[], AbstractContextManager[Engine]], threads: int) -> None:
+    """Make the files of all steps, beside other processes that do; prints a line for each step that is complete."""
+    torch.set_num_threads(threads)
+    with rehearsal() as engine:
+        todo = steps_of(engine)
+        while todo:
+            for step in list(todo):
+                if rehearse_step(engine, step):
+                    todo.remove(step)
+                    print(f"{MADE}{step.name}", flush=True)
+            time.sleep(0.1 if todo else 0)  # what is left is being made by others
 
 
 @torch.inference_mode()

@@ -53,7 +53,7 @@ class Makers:
         os.close(theirs)
         for process in self.processes:
             with suppress(BrokenPipeError):  # it has ended
-                pickle.dump(work, cast(IO[bytes], process.stdin))
+                cast(IO[bytes], process.stdin).write(pickle.dumps(work).hex().encode() + b"\n")
         threading.Thread(target=self._listen, args=(output, wake), name="makers", daemon=True).start()
 
     def _listen(self, output: int, wake: Callable[[], None]) -> None:
@@ -75,22 +75,24 @@ class Makers:
             pass
 
     def close(self) -> None:
-        """Have the processes end, and what they have started."""
+        """End the processes and what they have started."""
         for process in self.processes:
-            cast(IO[bytes], process.stdin).close()
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
 
 
 def main() -> None:
-    """Do the work on standard input; what it needs is imported when it is read, and the process is nice by then."""
+    """Do the work on standard input. What it needs is imported when the process is nice, and ends with the server."""
     os.nice(NICENESS)
     logging.disable(logging.WARNING)  # the server has said it all, and the last line here is why the process ended
-    work: Work = pickle.load(sys.stdin.buffer)
+    work = bytes.fromhex(sys.stdin.readline())
     threading.Thread(target=_end_with_the_server, daemon=True).start()
-    work()
+    pickle.loads(work)()
 
 
 def _end_with_the_server() -> None:
-    sys.stdin.buffer.read()
+    sys.stdin.read()
     os.killpg(0, signal.SIGKILL)
 
 

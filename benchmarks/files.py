@@ -34,8 +34,9 @@ from minispec import LLM, SamplingParams
 from minispec.eagle import Eagle3Head, HeadConfig
 from minispec.load.architectures import one_rope, read_model_config
 from minispec.load.heads import head_tensors
+from minispec.load.published import published_tensors
 from minispec.load.tokenizer import byte_tokenizer, load_tokenizer
-from minispec.model import Model, published_tensors
+from minispec.model import Model
 
 META = torch.device("meta")
 VOCAB, END = 320, 300

@@ -10,10 +10,9 @@ Llama 2/3, Mistral, Mixtral, Qwen2/3, Qwen3-MoE, MiMo, SmolLM2/3, Granite and Ph
     multipliers              Granite: of embedding, attention, residual and logits: `ModelConfig`
     tied embeddings          small models
     a mixture of experts     Mixtral; some or all layers of Qwen3-MoE: `experts.py`
-    joined matrices          Phi-3's files, some files of experts: `ModelConfig.split`
+    joined matrices          Phi-3's files, some files of experts: `load/published.py`
 
-`ModelConfig` has these switches; `load/architectures.py` reads them from `config.json`. The forward pass has no branch
-on a model's name.
+`ModelConfig` has these switches, from `config.json` (`load/architectures.py`); nothing here branches on a model's name.
 
 The model reaches its context, the keys and values of earlier tokens, through one function:
 `attend.layer(i)(q, k, v) -> out`. Pages, trees, chunks and masks are behind it (`attention.py`). So the same module
@@ -39,10 +38,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from minispec.experts import Experts
-from minispec.model_config import EMBEDDING, JOINED, LM_HEAD, ModelConfig, expert_names
+from minispec.model_config import ModelConfig
 
 FINAL = "final"  # the tap of the normed last hidden state, which the LM head reads
-NAMES_SHOWN = 8  # the most tensors that a message names
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:
@@ -314,11 +312,6 @@ class Model(nn.Module):
         named |= zip(sorted({tap for tap in taps if tap not in named}), streams, strict=False)
         return hidden, torch.cat([named[tap] for tap in taps], dim=-1) if taps else None
 
-    def reads(self, name: str) -> bool:
-        """Return whether a file's tensor `name` belongs to this model; an MTP layer is a draft head and does not."""
-        other = self.config.tied and name in (EMBEDDING, LM_HEAD) and name != self.config.table
-        return not name.startswith("mtp_layers.") and not other
-
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the embeddings [..., d] of tokens [...] int64."""
         return scaled(self.embed_tokens(tokens), self.config.embedding_multiplier)
@@ -328,31 +321,7 @@ class Model(nn.Module):
         return scaled(self.lm_head(hidden), self.config.logits_multiplier)
 
 
-def published_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return a model's or a draft head's weights under the names that files use: q, k, v, gate, up and experts apart.
-
-    The tensors are views, so writing into them fills the module. A tied LM head is left out: it is the embedding.
-    """
-    published: dict[str, Tensor] = {}
-    for name, parameter in module.named_parameters():  # each once; a tied one under its first name
-        stem, _, kind = name.rpartition(".")
-        owner, _, part = stem.rpartition(".")
-        if part == "experts":
-            each = expert_names(f"{owner}.mlp", kind, len(parameter))
-            published |= zip(each, parameter.detach().flatten(0, 1).chunk(len(each)), strict=True)
-            continue
-        names = JOINED.get(part, (part,))
-        rows = [len(parameter) // len(names)] * len(names)
-        if part == "qkv_proj":
-            block = cast(Block, module.get_submodule(owner))
-            rows = [block.q_size, block.kv_size, block.kv_size]
-        prefix = f"{owner}." if owner else ""
-        for one, view in zip(names, parameter.detach().split(rows), strict=True):
-            published[f"{prefix}{one}.{kind}"] = view
-    return published
-
-
-def some(names: list[str]) -> str:
+def some(names: list[str], shown: int = 8) -> str:
     """Return the names; if they are many, the first few and how many there are in all."""
-    shown = ", ".join(names[:NAMES_SHOWN])
-    return shown if len(names) <= NAMES_SHOWN else f"{shown}, ... ({len(names)} in all)"
+    more = f", ... ({len(names)} in all)" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more

@@ -1,15 +1,13 @@
-"""A model's sizes and switches, and what files call its weights.
+"""A model's sizes and switches.
 
 Read next: `model.py`, the decoder that is built from a `ModelConfig`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
-
-from torch import Tensor
 
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"  # in files, without `model.` in front
 JOINED = {  # our module: the names, within a layer, of the published modules that it joins
@@ -21,10 +19,6 @@ JOINED = {  # our module: the names, within a layer, of the published modules th
     "down_proj": ("mlp.down_proj",),
     "router": ("mlp.gate",),
 }
-# Some files stack the matrices of a layer's E experts in one tensor [E, out, in]. A key is the last part of such a
-# tensor's name, its value the matrices of each expert in the tensor, one below the other.
-STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-_LETTERS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # what Mixtral's files call an expert's matrices
 
 
 class ModelError(ValueError):
@@ -91,42 +85,3 @@ class ModelConfig:
         if not self.sliding or self.sliding_window is None or self.sliding_window >= longest:
             return ()
         return tuple(self.sliding_window if layer in self.sliding else longest for layer in range(self.layers))
-
-    def split(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """Return a file's tensor with its name; if it joins several matrices, return each matrix with its name.
-
-        A tensor may join q, k and v, or gate and up. The rows of its parts lie one after the other (transformers,
-        models/phi3/modeling_phi3.py), and so do scales of fp8 weights. If there is one scale for all rows, every part
-        gets it. Experts may be stacked (`STACKED`) or, as in Mixtral's files, have other names. Raises ModelError if a
-        border between two parts falls inside a row, as it can where one row of scales covers several rows of weights.
-        """
-        name = EMBEDDING if self.tied and name == self.table else name.replace(".block_sparse_moe.", ".mlp.")
-        stem, _, kind = name.rpartition(".")
-        owner, _, part = stem.rpartition(".")
-        if part in _LETTERS:
-            return [(f"{owner}.{_LETTERS[part]}.{kind}", tensor)]
-        if part == "experts" and kind in STACKED:
-            names = expert_names(owner, kind, self.experts)
-            if tensor.dim() != 3 or len(tensor) != self.experts or tensor.shape[1] % len(STACKED[kind]):
-                raise ModelError(f"{name} {list(tensor.shape)} is no stack of the matrices of {self.experts} experts")
-            return zip(names, tensor.flatten(0, 1).chunk(len(names)), strict=True)
-        key_rows = self.kv_heads * self.head_dim
-        rows = {"qkv_proj": (self.heads * self.head_dim, key_rows, key_rows),
-                "gate_up_proj": (self.intermediate_size, self.intermediate_size)}.get(part)  # fmt: skip
-        if rows is None:
-            return [(name, tensor)]
-        names = [f"{owner.rpartition('.')[0]}.{one}.{kind}" for one in JOINED[part]]
-        count, total = len(tensor) if tensor.dim() else 1, sum(rows)
-        if count == 1:
-            return [(one, tensor) for one in names]
-        if any(own * count % total for own in rows):
-            raise ModelError(f"{name} {list(tensor.shape)} cannot be split into {' + '.join(map(str, rows))} rows")
-        return zip(names, tensor.split([own * count // total for own in rows]), strict=True)
-
-
-def expert_names(owner: str, kind: str, count: int) -> list[str]:
-    """Return the names of the matrices that a stacked tensor of a layer's experts holds, in their order.
-
-    owner: the name of the layer's MLP. kind: the last part of the stacked tensor's name, see `STACKED`.
-    """
-    return [f"{owner}.experts.{expert}.{part}.weight" for expert in range(count) for part in STACKED[kind]]

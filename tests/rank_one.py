@@ -27,8 +27,9 @@ from minispec.cpu.rowwise import PagedChains, RopeTable, keep_rows_apart
 from minispec.engine import Engine
 from minispec.experts import Experts
 from minispec.kv import KVShape, PagedKV
+from minispec.load.published import published_tensors
 from minispec.load.weights import load_weights
-from minispec.model import Model, ModelConfig, published_tensors
+from minispec.model import Model, ModelConfig
 from minispec.ranks.link import Elsewhere, Ranks, follow
 from minispec.ranks.shards import Shard
 

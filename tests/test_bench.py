@@ -23,8 +23,9 @@ import bench
 from benchmarks import plot
 from benchmarks.throughput import Run
 from minispec.load.architectures import read_model_config
+from minispec.load.published import published_tensors
 from minispec.load.tokenizer import byte_tokenizer
-from minispec.model import Model, published_tensors
+from minispec.model import Model
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 

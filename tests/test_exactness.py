@@ -32,7 +32,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import minispec.verify as verify_module
 from minispec.drafter import Draft
-from minispec.model import Model, published_tensors
+from minispec.load.published import published_tensors
+from minispec.model import Model
 from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.request import Request
 

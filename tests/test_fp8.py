@@ -32,8 +32,9 @@ from minispec.load.architectures import read_model_config
 from minispec.load.build import choose_device, load_model
 from minispec.load.fp8_weights import read_weights
 from minispec.load.heads import load_head
+from minispec.load.published import published_tensors
 from minispec.load.tree_shape import tree_shape
-from minispec.model import Model, ModelConfig, published_tensors
+from minispec.model import Model, ModelConfig
 from minispec.model_config import ModelError
 from minispec.request import SamplingParams
 

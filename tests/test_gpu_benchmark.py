@@ -18,8 +18,9 @@ from benchmarks import gpu
 from benchmarks.gpu_stages import MASKS, OPTIONS, STAGES, TINY, Report
 from minispec.load.architectures import read_model_config
 from minispec.load.default_model import FILES
+from minispec.load.published import published_tensors
 from minispec.load.weights import read_config
-from minispec.model import Model, published_tensors
+from minispec.model import Model
 from minispec.train.export import published_config, write_folder
 
 OF_STEPS = [f"{what}, {name}" for what in ("one by one", "temperature 0.8") for name in ("plain", "tree")]

@@ -28,8 +28,9 @@ from minispec.eagle import DraftHead, HeadConfig
 from minispec.load.architectures import read_model_config
 from minispec.load.heads import ARCHITECTURES, head_tensors, load_head
 from minispec.load.heads import KINDS as HEAD_KINDS
+from minispec.load.published import published_tensors
 from minispec.load.tokenizer import byte_tokenizer
-from minispec.model import FINAL, Model, published_tensors
+from minispec.model import FINAL, Model
 from minispec.model_config import ModelError
 
 V, D, H, INNER, LAYERS = 61, 17, 32, 40, 9

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +51,13 @@ from minispec.eagle import Eagle3Head
 from minispec.load.architectures import _ARCHITECTURES, _MULTIPLIERS, read_model_config
 from minispec.load.build import _context_length
 from minispec.load.heads import layer_sizes
+from minispec.load.published import parts_of, published_tensors, reads
 from minispec.load.weights import load_weights, read_config, read_tensors
 from minispec.model import (
     FINAL,
     Block,
     Model,
     RMSNorm,
-    published_tensors,
     rope_factor,
     rope_frequencies,
 )
@@ -339,7 +339,9 @@ def load(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Mo
     """Load a folder as `LLM` does, with changes to the config if wanted."""
     config = replace(read_model_config(read_config(folder)), **changes)
     model = Model.empty(config, dtype, CPU)
-    load_weights(published_tensors(model), read_tensors(folder, wanted=model.reads, split=config.split))
+    load_weights(
+        published_tensors(model), read_tensors(folder, wanted=partial(reads, config), split=partial(parts_of, config))
+    )
     return model
 
 
@@ -488,18 +490,18 @@ def test_joined_matrices_are_split_before_anything_else(folders: dict[str, Path]
     config = read_model_config(read_config(folders["phi3"]))
     for name, rows in (("self_attn.qkv_proj", [96, 32, 32]), ("mlp.gate_up_proj", [160, 160])):
         whole = torch.arange(float(sum(rows)))[:, None].expand(-1, 3)
-        parts = dict(config.split(f"layers.1.{name}.weight", whole))
+        parts = dict(parts_of(config, f"layers.1.{name}.weight", whole))
         assert [len(part) for part in parts.values()] == rows and torch.equal(torch.cat([*parts.values()]), whole)
         letters = "qkv" if "qkv" in name else ("gate", "up")
         assert list(parts) == [f"layers.1.{name.partition('.')[0]}.{one}_proj.weight" for one in letters]
-        of_rows = config.split(f"layers.1.{name}.weight_scale", whole[:, :1])  # of fp8 weights
+        of_rows = parts_of(config, f"layers.1.{name}.weight_scale", whole[:, :1])  # of fp8 weights
         assert [len(part) for _, part in of_rows] == rows
         for scale in (torch.ones(()), torch.ones(1)):
-            assert all(part is scale for _, part in config.split(f"layers.1.{name}.weight_scale", scale))
-    blocks = dict(config.split("layers.1.self_attn.qkv_proj.weight_scale_inv", torch.arange(5.0)[:, None]))
+            assert all(part is scale for _, part in parts_of(config, f"layers.1.{name}.weight_scale", scale))
+    blocks = dict(parts_of(config, "layers.1.self_attn.qkv_proj.weight_scale_inv", torch.arange(5.0)[:, None]))
     assert [part.flatten().tolist() for part in blocks.values()] == [[0.0, 1.0, 2.0], [3.0], [4.0]]
     with pytest.raises(ModelError, match=r"gate_up_proj.weight \[321, 3\] cannot be split into 160 \+ 160 rows"):
-        list(config.split("layers.1.mlp.gate_up_proj.weight", torch.ones(321, 3)))
+        list(parts_of(config, "layers.1.mlp.gate_up_proj.weight", torch.ones(321, 3)))
 
 
 def test_a_matrix_that_is_there_joined_and_by_itself_is_named(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -536,7 +538,7 @@ def test_the_three_layouts_of_experts_load_the_same(name: str, folders: dict[str
     config = read_model_config(read_config(folders[name]))
     assert config.sparse == SPARSE[name]
     in_file = dict(read_tensors(folders[name]))
-    apart = {one: part for whole, tensor in in_file.items() for one, part in config.split(whole, tensor)}
+    apart = {one: part for whole, tensor in in_file.items() for one, part in parts_of(config, whole, tensor)}
     layouts = [apart, {as_mixtral_names_them(one): tensor for one, tensor in apart.items()}, stacked(apart)]
     assert in_file.keys() == layouts[name == "mixtral"].keys()
     marks = ("layers.1.mlp.experts.1.up_proj.weight", "layers.1.block_sparse_moe.experts.1.w3.weight",
@@ -558,8 +560,8 @@ def test_a_stack_of_experts_of_another_shape_is_named(shape: tuple[int, ...], fo
     config = read_model_config(read_config(folders["qwen3-moe"]))
     said = rf"gate_up_proj \[{', '.join(map(str, shape))}\] is no stack of the matrices of 6 experts"
     with pytest.raises(ModelError, match=said):
-        config.split("layers.1.mlp.experts.gate_up_proj", torch.ones(shape))
-    transposed = dict(config.split("layers.1.mlp.experts.gate_up_proj", torch.ones(6, 96, 100)))
+        parts_of(config, "layers.1.mlp.experts.gate_up_proj", torch.ones(shape))
+    transposed = dict(parts_of(config, "layers.1.mlp.experts.gate_up_proj", torch.ones(6, 96, 100)))
     with pytest.raises(ModelError, match=r"wrong shapes: layers.1.mlp.experts.0.gate_proj.weight \[48, 100\]"):
         load_weights(published_tensors(Model.empty(config, torch.float32, CPU)), transposed.items())
 

@@ -24,8 +24,9 @@ from minispec.dspark import DSparkDrafter, DSparkHead
 from minispec.load.dflash_heads import read_dflash
 from minispec.load.dspark_heads import read_dspark
 from minispec.load.heads import load_head
+from minispec.load.published import published_tensors
 from minispec.load.token_map import read_token_map
-from minispec.model import Model, published_tensors
+from minispec.model import Model
 from minispec.train.blocks import (
     BlockTrainer,
     Packed,

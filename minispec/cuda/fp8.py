@@ -16,7 +16,8 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 
-from minispec.model import JOINED, some
+from minispec.model import some
+from minispec.model_config import JOINED
 
 logger = logging.getLogger("minispec")
 

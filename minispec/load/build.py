@@ -48,13 +48,14 @@ from minispec.load.keys import naming
 from minispec.load.machine import host_memory, limit_threads
 from minispec.load.makers import Makers, process_count
 from minispec.load.memory import Budget, Memory, free_bytes, largest_graph, make_kv, measure, unsaid
+from minispec.load.published import parts_of, published_tensors, reads
 from minispec.load.ranks import gather
 from minispec.load.selftest import PROMPT, self_test
 from minispec.load.tokenizer import Tokenizer, byte_tokenizer, eos_token_ids, load_tokenizer
 from minispec.load.tree_shape import coarse_batches, trees_by_batch
 from minispec.load.warm_up import make_files, steps_of, time_steps, warm_up
 from minispec.load.weights import load_weights, read_config, resolve_model, tied_as_stored
-from minispec.model import Block, Model, ModelConfig, published_tensors
+from minispec.model import Block, Model, ModelConfig
 from minispec.ranks.link import Elsewhere, Lead, Ranks
 from minispec.ranks.link import follow as follow_rank
 from minispec.ranks.shards import Shard
@@ -574,7 +575,8 @@ def load_model(
     def change(model: Model) -> None:
         """Put in fp8 layers before weights get memory; dummy weights are converted afterwards."""
         if to_fp8 and not dummy:
-            use_fp8(model, stored_in_fp8(folder, config.load_format, model.reads, model_config.split))
+            wanted, split = partial(reads, model_config), partial(parts_of, model_config)
+            use_fp8(model, stored_in_fp8(folder, config.load_format, wanted, split))
 
     model = Model.empty(model_config if shard is None else shard.config, dtype, device, change)
     _fill(model, config, folder, shard)
@@ -594,7 +596,8 @@ def _fill(model: Model, config: Config, folder: Path, shard: Shard | None = None
     another model; the files then have more tensors, which are not read.
     """
     into, kind = published_tensors(model), config.load_format
-    split = (model.config if shard is None else shard.whole).split  # by the whole model: a rank slices afterwards
+    split = partial(parts_of, model.config if shard is None else shard.whole)  # a rank slices afterwards
+    known = partial(reads, model.config)
     if kind == "dummy":
         if not model.norm.weight.is_meta:
             _fill_at_random(model, config.random_seed or 0)
@@ -602,10 +605,10 @@ def _fill(model: Model, config: Config, folder: Path, shard: Shard | None = None
     with naming("--model", folder):
         if not model.layers:
             names = {*into, model.config.table}
-            wanted = lambda name: model.reads(name) and name in names  # noqa: E731
+            wanted = lambda name: known(name) and name in names  # noqa: E731
             load_weights(into, read_weights(folder, kind, wanted=wanted, split=split))
         else:
-            tensors = read_weights(folder, kind, wanted=model.reads, into=into, split=split)
+            tensors = read_weights(folder, kind, wanted=known, into=into, split=split)
             load_weights(into, tensors if shard is None else shard.slices(tensors))
 
 

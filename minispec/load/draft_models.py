@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -18,9 +19,10 @@ from minispec.load.architectures import read_model_config
 from minispec.load.fp8_weights import read_weights
 from minispec.load.heads import slice_head
 from minispec.load.keys import naming
+from minispec.load.published import parts_of, published_tensors, reads
 from minispec.load.tokenizer import Tokenizer, load_tokenizer
 from minispec.load.weights import load_weights, read_config, tied_as_stored
-from minispec.model import Model, published_tensors
+from minispec.model import Model
 from minispec.model_config import ModelError
 from minispec.standalone import DraftModel
 
@@ -45,7 +47,7 @@ def load_draft(
         config = tied_as_stored(read_model_config(stated), folder, load_format)
         vocab_size = _compared(stated.get("tokenizer_digest"), tokenizer, folder)
         model = Model.empty(config, weight.dtype, weight.device)
-        tensors = read_weights(folder, load_format, wanted=model.reads, split=config.split)
+        tensors = read_weights(folder, load_format, wanted=partial(reads, config), split=partial(parts_of, config))
         load_weights(published_tensors(model), tensors)
     served = context_length or target.config.context_length
     if config.context_length < served:

@@ -33,9 +33,10 @@ from minispec.load.architectures import read_model_config
 from minispec.load.chat import ADDITIONAL
 from minispec.load.gguf_files import MAGIC, Entries, GGUFError, Metadata, read_gguf
 from minispec.load.gguf_tokenizer import end_ids, gguf_tokenizer, tokenizer_config
+from minispec.load.published import published_tensors
 from minispec.load.user_cache import Progress, cache_root, make_once, to_stderr
 from minispec.load.wheels import DownloadError
-from minispec.model import Model, ModelConfig, published_tensors, rope_frequencies, some
+from minispec.model import Model, ModelConfig, rope_frequencies, some
 
 if TYPE_CHECKING:
     import gguf

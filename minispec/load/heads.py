@@ -35,9 +35,10 @@ from minispec.eagle import DraftHead, Eagle3Head, EagleHead, HeadConfig
 from minispec.load.architectures import LONGEST, named_architectures, one_rope, read_model_config
 from minispec.load.fp8_weights import read_weights
 from minispec.load.keys import Keys, naming
+from minispec.load.published import published_tensors
 from minispec.load.token_map import map_problem
 from minispec.load.weights import load_weights, read_config
-from minispec.model import FINAL, Model, ModelConfig, published_tensors
+from minispec.model import FINAL, Model, ModelConfig
 from minispec.model_config import ModelError
 from minispec.mtp import MtpHead
 

@@ -47,7 +47,7 @@ POINTER = b"version https://git-lfs.github.com/spec/"  # how a file begins that 
 ADAPTER = "adapter_config.json"  # of a LoRA adapter
 
 Wanted = Callable[[str], bool]  # whether the tensor of a name is read
-Split = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]  # what becomes of a file's tensor: `ModelConfig.split`
+Split = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]  # what becomes of a file's tensor: `published.parts_of`
 
 
 # ---- where the model lies --------------------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ def _check_listed(path: Path, names: list[str] | None, found: Iterable[str]) -> 
 def load_weights(module_tensors: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Copy every tensor of a file into the one of the same name in a module, in place and cast to its dtype.
 
-    module_tensors: the module's weights by the file's names, as `model.published_tensors` gives them. When all tensors
+    module_tensors: the module's weights by the file's names, as `published_tensors` gives them. When all tensors
     are read, raises ModelError naming those that are missing, unknown, misshapen or there twice (split from a joined
     matrix, and by themselves); the module is then filled in part.
     """

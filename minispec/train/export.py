@@ -37,8 +37,9 @@ from minispec.load.heads import (
     read_head,
     slice_head,
 )
+from minispec.load.published import published_tensors
 from minispec.load.weights import load_weights
-from minispec.model import Model, ModelConfig, published_tensors, scaled
+from minispec.model import Model, ModelConfig, scaled
 from minispec.model_config import ModelError
 from minispec.mtp import MtpHead
 from minispec.train.corpus import TrainingReply

@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minispec.attention import Causal
-from minispec.model import Model, published_tensors
+from minispec.load.published import published_tensors
+from minispec.model import Model
 from minispec.train.corpus import TrainingReply, batches, held_out
 from minispec.train.export import Recipe, draft_vocabulary, published_config, write_folder
 from minispec.train.prompts import Tell

@@ -38,8 +38,6 @@ class Sizes:
     nodes: int  # N, the nodes of a draft tree, root included; of the largest tree if there are several sizes
     depth: int  # the edges on the longest path of a draft tree; a step emits at most A = depth + 1 tokens for a request
     scratch: int  # how many rows drafting writes beyond the committed ones
-    rounds: int | None  # S, the rounds of drafting; None: the drafter does not draft in rounds
-    topk: int | None  # K, the branches of a round; None: there are no rounds
     batch_sizes: tuple[int, ...]  # the values of B, to which decode steps are padded: the batch buckets
     prefill_sizes: tuple[int, ...]  # the values of T, to which prefill steps are padded
     # The trees of each batch: the largest batch size for which an entry holds, ascending, and the nodes of its trees.
@@ -62,8 +60,8 @@ class Sizes:
         largest = -(-chunk_size // QUERY_BLOCK) * QUERY_BLOCK
         drafter_sizes = [size.nodes for size in drafter.trees]
         return cls(
-            context_length, max_running, chunk_size, drafter.nodes, drafter.depth, drafter.scratch, drafter.rounds,
-            drafter.topk, batch_sizes=tuple(sorted(powers | {max_running})),
+            context_length, max_running, chunk_size, drafter.nodes, drafter.depth, drafter.scratch,
+            batch_sizes=tuple(sorted(powers | {max_running})),
             prefill_sizes=tuple(sorted({min(size, largest) for size in (128, 512, largest)})),
             trees=tuple((most, tuple(nodes)) for most, nodes in trees or [(max_running, drafter_sizes)]),
             own_nodes=drafter.own_nodes or drafter.nodes,

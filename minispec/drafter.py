@@ -73,10 +73,6 @@ class Draft:
                 return count
         return len(tokens)
 
-    def emits(self, tokens: Sequence[int], nodes: int | None = None) -> int:
-        """Return how many tokens this tree, cut to `nodes`, emits if the target picks `tokens` in turn."""
-        return min(self.holds(tokens, nodes) + 1, len(tokens))
-
 
 NOTHING = Draft([PADDING], [-1])  # a root alone; the step writes the root's token
 

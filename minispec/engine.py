@@ -316,7 +316,8 @@ class Engine:
         lens, root = self.lens[buffers.slots], self.root[buffers.slots]
         drafted = buffers.tree
         if buffers.shape.drafts:
-            knows = "temperature" in needs and self.accept.couples
+            # A drafter may know the noise of the picks, unless coins accept drafts.
+            knows = "temperature" in needs and self.accept.thresholds is None
             temperature, seed = self.sampling.noise(buffers.slots) if knows else (None, None)
             batch = Batch(buffers.slots, lens, root, buffers.tree, temperature, seed, told)
             drafted = self.drafter.propose(batch)

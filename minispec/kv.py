@@ -125,7 +125,7 @@ class PagedKV:
         # same pages. The target's pages are wiped as soon as a NaN is found (`wipe`). In float16, whose range is small,
         # they may hold an infinity that nobody noticed, and 0 * infinity is NaN.
         if self.pool.dtype == torch.float16:
-            self.clear(pages)
+            self.wipe(pages)
         else:
             self._zero(pages, self.pools[1:])
         return pages
@@ -136,13 +136,8 @@ class PagedKV:
         Attention multiplies the values of masked rows by 0, and 0 * NaN is NaN. So the next request with one of these
         pages would get NaN as well.
         """
-        self.clear([0, *pages])
-
-    def clear(self, pages: Sequence[int]) -> None:
-        """Write zeros to pages, in the pools of target and drafter."""
-        if pages:
-            self.tell("clear", pages)
-        self._zero(pages, self.pools)
+        self.tell("wipe", pages)
+        self._zero([0, *pages], self.pools)
 
     def _zero(self, pages: Sequence[int], pools: Sequence[Tensor]) -> None:
         if not pages or not pools:

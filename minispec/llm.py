@@ -90,7 +90,8 @@ class LLM:
         )
         self.corpora = Library(engine.drafter.corpora, self.tokenizer, config)
         self.corpora.start()
-        engine.when_settled(self.scheduler.restart_times)  # step times taken while a compiler ran mean nothing
+        # Step times that were taken while a compiler ran mean nothing.
+        engine.when_settled(lambda: self.scheduler.policy.restart(engine.step_seconds))
         engine.when_settled(self.move_weights)
         logger.info("%s", startup_line(config, self.scheduler))
 
@@ -98,7 +99,7 @@ class LLM:
     def try_out(self) -> Iterator[None]:
         """Time steps and test the head (`Build.try_out`), for an idle server that made its graphs while it served."""
         yield from self._build.try_out(self.scheduler.engine)
-        self.scheduler.restart_times()
+        self.scheduler.policy.restart(self.scheduler.engine.step_seconds)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -155,8 +156,8 @@ class LLM:
 
 def startup_line(config: Config, scheduler: Scheduler) -> str:
     """Return the line of sizes to log at start, in SGLang's form."""
-    pool, sizes = scheduler.limits.pool_rows, scheduler.sizes
-    shape = "" if sizes.rounds is None else f"num_steps={sizes.rounds}, eagle_topk={sizes.topk}, "
+    pool, sizes, drafter = scheduler.limits.pool_rows, scheduler.sizes, scheduler.engine.drafter
+    shape = "" if drafter.rounds is None else f"num_steps={drafter.rounds}, eagle_topk={drafter.topk}, "
     looked_up = f", lookup_draft_tokens={sizes.nodes}" if sizes.has_lookups else ""
     weights = "" if config.quantization is None else f"quantization={config.quantization}, "
     return (

@@ -18,13 +18,9 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from minispec.attention import AttendKind, Plan
-from minispec.compiled import CompileFor, Compiler
 from minispec.corpora import Corpora
-from minispec.drafter import NOTHING, Batch, Committed, Draft, Drafter, HostTrees, TreeSize
-from minispec.kv import PagedKV
+from minispec.drafter import NOTHING, Batch, Draft, Drafter, HostTrees, TreeSize
 from minispec.ngram import NgramDrafter
-from minispec.request import Hints
 from minispec.tree import PADDING, DraftTree
 
 
@@ -49,13 +45,16 @@ class Lookups(Drafter):
         self.nodes, self.depth = max(shared.nodes, head.nodes), max(shared.nodes - 1, head.depth)
         self.corpora: Corpora = shared.corpora
         head.expect(self.depth + 1)
+        # What one of the two does without the other is that one's own method.
+        for name in ("attach", "compile", "compile_small", "attend_paths", "confidences", "commit"):
+            setattr(self, name, getattr(head, name))
+        self.observe, self.hint = self.texts.observe, self.texts.hint  # type: ignore[method-assign]
         self.name, self.rounds, self.topk, self.network = head.name, head.rounds, head.topk, head.network
         self.taps, self.scratch, self.lookahead, self.kv_shape = head.taps, head.scratch, head.lookahead, head.kv_shape
         largest = head.trees[-1]
         widened = [] if largest.nodes == self.nodes else [largest._replace(nodes=self.nodes)]
         self._sizes = tuple([*head.trees[-1:], *widened] if widened else head.trees)
         self._grown = {size.nodes: size.nodes for size in head.trees} | {self.nodes: largest.nodes}
-        self.smaller = self._sizes[:-1]
 
     @property
     def trees(self) -> tuple[TreeSize, ...]:
@@ -65,20 +64,6 @@ class Lookups(Drafter):
     @property
     def reads_text(self) -> bool:
         return not self.awaits_corpus or len(self.corpora) > 0
-
-    def attach(
-        self, kv: PagedKV, attend_kind: AttendKind, batch_sizes: Sequence[int], chunk_counts: Sequence[int]
-    ) -> None:
-        self.head.attach(kv, attend_kind, batch_sizes, chunk_counts)
-
-    def compile(self, compiler: Compiler) -> None:
-        self.head.compile(compiler)
-
-    def compile_small(self, compiler: Compiler, choice: CompileFor) -> None:
-        self.head.compile_small(compiler, choice)
-
-    def attend_paths(self, plan: Plan) -> None:
-        self.head.attend_paths(plan)
 
     def host_drafts(self, slots: Sequence[int]) -> Sequence[Draft]:
         return self.texts.host_drafts(slots) if self.reads_text else [NOTHING] * len(slots)
@@ -99,18 +84,6 @@ class Lookups(Drafter):
             scores.masked_fill_(taken, torch.nan)  # these scores are of the network's tree, which the row does not take
         return DraftTree(torch.where(taken, host.tokens, F.pad(tree.tokens, room, value=PADDING)),
                          torch.where(taken, host.parents, F.pad(tree.parents, room)))  # fmt: skip
-
-    def confidences(self, slot: int) -> Sequence[float]:
-        return self.head.confidences(slot)
-
-    def commit(self, new: Committed) -> None:
-        self.head.commit(new)
-
-    def observe(self, slot: int, tokens: Sequence[int], again: bool = False) -> None:
-        self.texts.observe(slot, tokens, again)
-
-    def hint(self, slot: int, hints: Hints) -> None:
-        self.texts.hint(slot, hints)
 
     def release(self, slot: int) -> None:
         """Forget a slot."""

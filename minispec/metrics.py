@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from minispec.acceptance import Kept, Verified
 
@@ -77,26 +77,6 @@ class Metrics:
     def shape_shares(self) -> dict[str, float]:
         """The share of decode forwards by nodes of a tree (key "1": plain steps); keys are strings, for JSON."""
         return {str(nodes): round(count / self.shapes.total(), 4) for nodes, count in sorted(self.shapes.items())}
-
-    def stats(self) -> dict[str, Any]:
-        """Return the totals as /server_info names them."""
-        recorded = {str(batch): list(seconds) for batch, seconds in (self.recorded or {}).items()}
-        return {
-            **({} if self.recorded is None else {"step_time_dict": recorded}),
-            "avg_spec_accept_length": self.verified.accept_length,
-            "last_gen_throughput": self.last_throughput,
-            "total_retractions": self.retractions,
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens,
-            "generated_tokens": self.generated_tokens,
-            "verify_steps": self.verified.steps.total(),
-            "tree_steps": self.shapes.total() - self.shapes[1],
-            "plain_steps": self.shapes[1],
-            "speculative_shape_shares": self.shape_shares,
-            "speculative_lookup_shares": self.verified.lookup_shares,
-            "step_seconds": self.step_seconds,
-            "host_seconds": self.host_seconds,
-        }
 
     def arrived(self, idle: bool) -> None:
         """Count a request. `idle`: there was no work before it, so the time since the last step is in no throughput."""

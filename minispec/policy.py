@@ -148,7 +148,7 @@ class Policy:
         self.trees, self.adapts_from, self.has_lookups, self.allows = dict(trees), adapts_from, has_lookups, allows
         self.times = Times({})
         self.forced: Callable[[Sequence[Shape]], Shape] | None = None
-        self._shape = max((Shape(nodes, True) for nodes in self.trees), default=PLAIN)  # the shape in use
+        self.shape = max((Shape(nodes, True) for nodes in self.trees), default=PLAIN)  # the shape in use
         # By nodes of a tree: the tokens that the head's trees emitted, guessed at first, over all requests, in each.
         self._guess = {nodes: sum(CHANCE**level for level in range(depth + 1)) for nodes, depth in self.trees.items()}
         self._all = {nodes: Mean(guess, FIRST) for nodes, guess in self._guess.items()}
@@ -160,11 +160,6 @@ class Policy:
         self._hoped: dict[tuple[int, int], Mean] = {}  # what the head's next trees gave, by nodes and twice the tokens
         # For each request the tree that `follow` follows, with the tokens that the text has gained since.
         self._open: weakref.WeakKeyDictionary[Request, tuple[Draft, list[int]]] = weakref.WeakKeyDictionary()
-
-    @property
-    def nodes(self) -> int:
-        """The nodes of trees in the shape in use; 1 if steps are plain."""
-        return self._shape.nodes if self._shape.drafts else 1
 
     def restart(self, seconds: Mapping[tuple[int, Shape], float]) -> None:
         """Forget all times, and begin with `seconds`, measured for each batch and shape."""
@@ -215,10 +210,10 @@ class Policy:
         for shape, trees in plans.items():
             tokens = requests + sum(self.expected(*tree, shape) - 1 for tree in trees.items())
             speeds[shape] = tokens / self.times.of(kind, shape)
-        stay = self._shape if self._shape in speeds else PLAIN
+        stay = self.shape if self.shape in speeds else PLAIN
         best = max(speeds, key=speeds.__getitem__)
-        self._shape = best if best == PLAIN or speeds[best] > GAIN * speeds[stay] else stay
-        return self._shape
+        self.shape = best if best == PLAIN or speeds[best] > GAIN * speeds[stay] else stay
+        return self.shape
 
     def expected(self, request: Request, draft: Draft | None, shape: Shape) -> float:
         """Return the tokens that a tree of the host, or None for the head's, is expected to emit, at least 1."""
@@ -299,4 +294,4 @@ class Policy:
             self._open[request] = (draft, seen)
             return
         for nodes in self.trees:
-            self._match(nodes, draft.match).learn(draft.emits(seen, nodes), MATCH)
+            self._match(nodes, draft.match).learn(min(draft.holds(seen, nodes) + 1, len(seen)), MATCH)

@@ -250,14 +250,6 @@ class SamplingParams:
                     raise RequestError(f"{name}: token id must be in [0, {vocab_size - 1}], got {token}", name)
 
 
-def choice_seed(seed: int | None, choice: int) -> int | None:
-    """Return the seed of the choice-th answer to one prompt: seed + choice * 0x9E3779B97F4A7C15 in 64 bits with a sign.
-
-    The first choice has the plain seed. If `seed` is None, the result is None, and each choice draws its own seed.
-    """
-    return seed if seed is None else (seed + choice * 0x9E3779B97F4A7C15 + 2**63) % 2**64 - 2**63
-
-
 @dataclass(frozen=True)
 class Finish:
     """Why a request ended. `matched` is the stop id or stop string; message, status and code belong to aborts."""

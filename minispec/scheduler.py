@@ -32,11 +32,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
-from minispec.acceptance import Kept, Verified
+from minispec.acceptance import Kept
 from minispec.buffers import Chunk
 from minispec.engine import Engine, Pending
 from minispec.metrics import Load, Metrics
@@ -119,7 +118,7 @@ class Scheduler:
         trees = {size.nodes: size.depth for size in engine.drafter.trees}
         self.policy = Policy(trees, options.adapts_from, engine.drafter.has_lookups, options.allows,
                              lambda request: engine.drafter.confidences(request.slot))  # fmt: skip
-        self.restart_times()
+        self.policy.restart(engine.step_seconds)
         self._landed = 0.0  # when the last step was collected, by `perf_counter`
 
     def _start_empty(self, share: bool) -> None:
@@ -135,10 +134,6 @@ class Scheduler:
         # entered the cache. The request is tried again when more are available, or when further ones have entered:
         # these may hold a prefix of its prompt.
         self._refused: tuple[Request | None, int, int] = (None, 0, 0)
-
-    def restart_times(self) -> None:
-        """Forget all step times but those that `warm_up.time_steps` measured."""
-        self.policy.restart(self.engine.step_seconds)
 
     # ---- a request arrives -----------------------------------------------------------------------------------------
 
@@ -552,40 +547,14 @@ class Scheduler:
         self.metrics = Metrics(self.sizes.nodes, self.metrics.log_interval, self.metrics.on_cuda, recorded=recorded)
         return True
 
-    def reconfigure(self, thresholds: tuple[float, float] | None, adapts_from: float) -> None:
-        """Set thresholds (as `Engine.set_thresholds`) and `adapts_from`, and count acceptance anew."""
-        self.engine.set_thresholds(thresholds)
-        self.policy.adapts_from = adapts_from
-        self.metrics.verified = Verified()
-
     @property
-    def _left(self) -> int:
+    def left(self) -> int:
         """How many pages, of requests that left since the launch, are kept until the flight lands."""
         return sum(len(pages) for _, pages in self._flight.left) if self._flight is not None else 0
 
     def check(self) -> None:
         """Assert that every page is in exactly one place and that the prefix cache is consistent."""
-        self.seats.check(self._left)
-
-    def stats(self) -> dict[str, Any]:
-        """Return current numbers for /server_info. A number that SGLang gives too has SGLang's name."""
-        return {
-            "kv_pages_total": self.kv.pages - 1,
-            "kv_pages_free": len(self.kv.free),
-            "kv_pages_cached": self.cache.count,
-            "kv_pages_owned": self.seats.owned + self._left,
-            "num_running_reqs": len(self.running) + len(self.prefilling),
-            "num_queue_reqs": len(self.waiting),
-            "max_total_num_tokens": self.limits.pool_rows,
-            "max_req_input_len": self.limits.longest_prompt,
-            "effective_max_running_requests_per_dp": self.sizes.max_running,
-            "speculative_num_steps": self.sizes.rounds,
-            "speculative_eagle_topk": self.sizes.topk,
-            "speculative_num_draft_tokens": self.sizes.own_nodes,
-            "speculative_lookup_num_draft_tokens": self.sizes.nodes if self.sizes.has_lookups else None,
-            "drafter_seconds": self.engine.drafter_seconds,
-            **self.metrics.stats(),
-        }
+        self.seats.check(self.left)
 
 
 def _failure(error: BaseException) -> Finish:

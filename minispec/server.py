@@ -36,7 +36,7 @@ from minispec.load.flags import config_from_args
 from minispec.load.machine import own_compile_cache, remove_caches
 from minispec.replicas.workers import Replicas
 from minispec.replies.formats import CALLS, THOUGHTS, Formats, calls_of
-from minispec.request import Request, RequestError, Update, choice_seed, one_line, short
+from minispec.request import Request, RequestError, Update, one_line, short
 from minispec.serve import answers, fields, openapi, page, parse, prometheus
 from minispec.serve.answers import json_answer
 from minispec.serve.auth import Auth
@@ -44,6 +44,7 @@ from minispec.serve.bodies import HEAD_TIMEOUT, MAX_BODY, Bodies
 from minispec.serve.front import Front
 from minispec.serve.info import fingerprint, version
 from minispec.serve.messages import MessageReply, parse_message
+from minispec.serve.parse import choice_seed
 from minispec.serve.reply import Reply, Served
 from minispec.serve.responses import ResponseReply, parse_response
 from minispec.serve.routes import ROUTES, Misspelt, tidied

@@ -46,11 +46,6 @@ class Accept:
     thresholds: tuple[float, float] | None = None  # (single, acc) of `pick_lossy`; None: `pick` takes all tokens
     simulated: float | None = None  # the `mean` of `simulate`; None: the verdict stays as it is
 
-    @property
-    def couples(self) -> bool:
-        """Whether a drafter may use the noise of the picks (coupling, `beam.py`): not if a coin accepts drafts."""
-        return self.thresholds is None
-
     def judge(self, trees: Trees, logits: Tensor, wishes: Wishes | None, host_looks: bool) -> Verdict:
         """Return the verdict on `logits [B, N, V]`.
 

@@ -24,7 +24,7 @@ from minispec.load.tokenizer import byte_tokenizer
 from minispec.replicas.wire import Told, taken
 from minispec.request import Request, Trace, Update
 from minispec.scheduler import Scheduler
-from minispec.serve.info import load_of
+from minispec.serve.info import load_of, stats_of
 from minispec.serve.prometheus import counters
 from minispec.serve.reply import Reply, Served
 
@@ -81,7 +81,7 @@ def assert_all_agree(scheduler: Scheduler, one: Request, given: list[int], lines
             for source, of in details["spec_by_source"].items()}  # fmt: skip
     assert told == by_source
 
-    scraped, stats, load = samples(scheduler), scheduler.stats(), load_of(scheduler)["speculative"]
+    scraped, stats, load = samples(scheduler), stats_of(scheduler), load_of(scheduler)["speculative"]
     names = {"drafts": "spec_verify_ct", "tokens": "tokens", "accepted_tokens": "spec_num_correct_drafts"}
     for name, key in names.items():
         wanted = Counter({source: of[key] for source, of in by_source.items()})

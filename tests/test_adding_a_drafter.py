@@ -31,6 +31,7 @@ from minispec.drafter import Draft, HostDrafter
 from minispec.load.drafters import make_drafter
 from minispec.load.flags import config_from_args
 from minispec.load.tokenizer import byte_tokenizer
+from minispec.serve.info import stats_of
 from minispec.tree import PADDING
 
 PAGE = (ROOT / "docs" / "adding-a-drafter.md").read_text(encoding="utf-8")
@@ -137,7 +138,7 @@ def test_tokens_are_observed_before_every_draft(monkeypatch: pytest.MonkeyPatch)
 
     scheduler.step = watched
     run(scheduler, requests)
-    assert scheduler.metrics.retractions > 0 and scheduler.stats()["tree_steps"] > 5
+    assert scheduler.metrics.retractions > 0 and stats_of(scheduler)["tree_steps"] > 5
 
 
 def test_it_drafts_what_followed_before() -> None:

@@ -18,6 +18,7 @@ from minispec.load.flags import config_from_args, flags_page
 from minispec.load.sglang_flags import GREEDY, INSTEAD, LINES, RECORD, REFUSED, SPEC_V2, VARIABLES, foreign_flags
 from minispec.load.tree_shape import tree_shape
 from minispec.ngram import NgramDrafter, NgramOptions
+from minispec.serve.info import stats_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -385,9 +386,9 @@ def test_two_variables_of_sglang_act(tmp_path: Path) -> None:
     hot, cold = (SamplingParams(temperature=heat, sampling_seed=3, max_new_tokens=9) for heat in (2.0, 0.0))
     texts = [llm.generate([1, 2, 3], wish)["output_ids"] for llm in (greedy, plain) for wish in (hot, cold)]
     assert texts[0] == texts[1] == texts[3] != texts[2]
-    times = greedy.scheduler.stats()["step_time_dict"]
+    times = stats_of(greedy.scheduler)["step_time_dict"]
     assert list(times) == ["1"] and 2 <= len(times["1"]) <= 16 and min(times["1"]) > 0
-    assert "step_time_dict" not in plain.scheduler.stats()
+    assert "step_time_dict" not in stats_of(plain.scheduler)
 
 
 def test_spec_v2_says_that_trees_are_served() -> None:

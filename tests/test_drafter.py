@@ -10,6 +10,7 @@ from conformance import truth
 from exactness import VOCAB, Oracle, build, mixed_requests, run, tiny_model, truth_of
 
 from minispec.drafter import Draft, HostTrees, Plain, as_drafter
+from minispec.serve.info import stats_of
 
 MODEL = tiny_model()
 BAD = {  # what a drafter can get wrong, and the words of the log
@@ -54,7 +55,7 @@ def test_a_bad_tree_is_named_in_the_log_and_costs_nobody_a_token(name: str, capl
 def test_trees_for_other_than_the_requests_asked_about_are_refused_whole(caplog: pytest.LogCaptureFixture) -> None:
     scheduler, requests = build(MODEL, Liar(None), running=4), mixed_requests(max_new_tokens=6)
     run(scheduler, requests)
-    assert all(r.output_ids == truth(MODEL, r) for r in requests) and not scheduler.stats()["tree_steps"]
+    assert all(r.output_ids == truth(MODEL, r) for r in requests) and not stats_of(scheduler)["tree_steps"]
     assert "trees for" in caplog.text
 
 
@@ -65,10 +66,10 @@ def test_only_a_drafter_on_the_host_is_wrapped_and_only_once() -> None:
     assert as_drafter(wrapped, VOCAB) is wrapped
 
 
-def test_a_tree_is_cut_to_fewer_nodes_and_says_what_it_would_have_emitted() -> None:
+def test_a_tree_is_cut_to_fewer_nodes_and_says_what_it_holds_of_a_text() -> None:
     draft = Draft([9, 1, 2, 3, 4], [-1, 0, 0, 1, 3], match_length=2)
     assert draft.cut(4) == Draft([9, 1, 2, 3], [-1, 0, 0, 1], 2) and draft.cut(9) == draft
-    for nodes, emitted in ((5, 4), (4, 3), (3, 2), (2, 2), (1, 1)):
-        assert draft.cut(nodes).emits([1, 3, 4, 7]) == draft.emits([1, 3, 4, 7], nodes) == emitted, nodes
-    assert draft.emits([3, 4]) == 1 and draft.emits([2, 3]) == 2, "3 follows 1, not 2"
+    for nodes, held in ((5, 3), (4, 2), (3, 1), (2, 1), (1, 0)):
+        assert draft.cut(nodes).holds([1, 3, 4, 7]) == draft.holds([1, 3, 4, 7], nodes) == held, nodes
+    assert draft.holds([3, 4]) == 0 and draft.holds([2, 3]) == 1, "3 follows 1, not 2"
     assert (draft.match, draft.cut(1).match, Draft([9, 1], [-1, 0]).match) == (2, 0, 1)

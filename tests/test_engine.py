@@ -25,6 +25,7 @@ from minispec.eagle import Eagle3Head
 from minispec.load import files
 from minispec.load.files import DirectStep
 from minispec.load.warm_up import warm_up
+from minispec.serve.info import stats_of
 
 MODEL = tiny_model()
 
@@ -70,7 +71,7 @@ def test_nothing_recompiles_over_200_steps_of_changing_requests(
             steps += 1
     scheduler.check()
     assert graphs_made() == graphs
-    assert scheduler.stats()["kv_pages_owned"] == 0 and scheduler.metrics.retractions > 0
+    assert stats_of(scheduler)["kv_pages_owned"] == 0 and scheduler.metrics.retractions > 0
     assert len(scheduler.metrics.shapes) == 3 and min(scheduler.metrics.shapes.values()) > 20
     aborted = [r for r in requests if r.finish.kind == "abort"]
     done = [r for r in requests if r not in aborted]

@@ -63,6 +63,7 @@ from minispec.load.files import DirectStep
 from minispec.model import Model, RMSNorm
 from minispec.ranks.shards import Shard, SplitEmbedding
 from minispec.request import SamplingParams
+from minispec.serve.info import stats_of
 
 IDS = list(range(40))
 SHAPES = [(576, 576), (72, 61)]  # (in, out): a layer of the default model, and one whose rows the kernel cannot read
@@ -302,7 +303,7 @@ def test_compiled_steps_are_exact() -> None:
     scheduler = build(model, Oracle(truth_of(int8_of(sharp_model)), nodes=4), compiled=True, running=1, chunk=100)
     requests = [*mixed_requests(2), *mixed_requests(2, seed=2, temperature=1.0)]
     run(scheduler, requests)
-    assert scheduler.stats()["tree_steps"] > 10
+    assert stats_of(scheduler)["tree_steps"] > 10
     for r in requests:
         assert r.output_ids == reference(int8_of(sharp_model), r)
 

@@ -36,6 +36,7 @@ from minispec.beam import candidate_count
 from minispec.config import FLAGS, NUMBERS, flag_name
 from minispec.llm import startup_line
 from minispec.load.flags import config_from_args
+from minispec.serve.info import stats_of
 from minispec.serve.notebooks import print_highlight
 
 Tensors = dict[str, Tensor]
@@ -429,7 +430,7 @@ def test_without_numbers_the_documented_ones_are_told_and_those_of_lookups_apart
         pairs = zip(["", *command.argv], command.argv, strict=False)
         bare = [word for before, word in pairs if not {before, word} & numbers]
         llm = LLM(config=config_from_args([*bare, *APPENDED], {}))
-        stats, line = llm.scheduler.stats(), startup_line(llm.config, llm.scheduler)
+        stats, line = stats_of(llm.scheduler), startup_line(llm.config, llm.scheduler)
         assert tuple(stats[name] for name in NUMBERS) == documented
         assert stats["speculative_lookup_num_draft_tokens"] == 8
         steps, topk, nodes = documented

@@ -20,6 +20,7 @@ from minispec.load.build import dtype_line
 from minispec.load.drafters import make_drafter
 from minispec.load.tokenizer import byte_tokenizer
 from minispec.model import Model
+from minispec.serve.info import stats_of
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
@@ -109,7 +110,7 @@ def test_a_published_head_drafts_and_changes_no_token(form, algorithm, shape, tm
     want, got = ([r["output_ids"] for r in llm.generate(prompts, GREEDY)] for llm in (plain, drafting))
     assert want == got and all(want)
     assert drafting.scheduler.engine.drafter.nodes == (4 if topk == 1 else min(nodes, 1 + topk + (steps - 1) * topk**2))
-    assert drafting.scheduler.stats()["tree_steps"] > 0
+    assert stats_of(drafting.scheduler)["tree_steps"] > 0
     switched = form is test_heads.eagle3_official or algorithm == "NEXTN"
     assert ("is of kind" in caplog.text) == switched
     has = drafting.scheduler.engine.drafter.nodes
@@ -168,7 +169,7 @@ def test_a_bad_token_map_does_not_stop_a_head_that_ignores_it(algorithm, name, t
     head = test_heads.write(tmp_path / "head", test_heads.eagle3_official(target))
     options = {"speculative_algorithm": algorithm, "speculative_draft_model_path": str(head), **OPTIONS}
     llm = LLM(model, speculative_token_map=name, **options)
-    assert llm.generate([1, 2, 3], GREEDY)["output_ids"] and llm.scheduler.stats()["tree_steps"] > 0
+    assert llm.generate([1, 2, 3], GREEDY)["output_ids"] and stats_of(llm.scheduler)["tree_steps"] > 0
     (warning,) = [record.message for record in caplog.records if "--speculative-token-map" in record.message]
     assert name in warning and "ignored" in warning
 

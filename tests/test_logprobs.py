@@ -23,9 +23,11 @@ import minispec.asked.steps as asked_module
 from minispec.attention import Causal
 from minispec.model import Model
 from minispec.ngram import NgramDrafter
-from minispec.request import Logprobs, Request, RequestError, Scored, choice_seed
+from minispec.request import Logprobs, Request, RequestError, Scored
 from minispec.scheduler import Scheduler
 from minispec.serve import parse
+from minispec.serve.info import stats_of
+from minispec.serve.parse import choice_seed
 from minispec.serve.reply import Reply, Served
 
 NAMES = ("none", "ngram", "oracle", "standalone-tree", "eagle-tree", "eagle3-tree", "mtp-tree")
@@ -330,7 +332,7 @@ def test_choices_that_wait_are_aborted_and_fail_with_the_first_and_outlive_it() 
         several = choices(any_ids(70, rng), 3, seed=None)
         submit(scheduler, *several)
         scheduler.step()
-        assert scheduler.stats()["num_queue_reqs"] == 2 and len(scheduler.prefilling) == 1
+        assert stats_of(scheduler)["num_queue_reqs"] == 2 and len(scheduler.prefilling) == 1
         return several
 
     several = begin()

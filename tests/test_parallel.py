@@ -68,9 +68,10 @@ from minispec.engine import CAPTURED
 from minispec.experts import Experts
 from minispec.load.architectures import read_model_config
 from minispec.load.build import load_model
+from minispec.load.published import published_tensors
 from minispec.load.ranks import RankPlace, RankProcess, described, gather, join, open_store
 from minispec.load.weights import read_config
-from minispec.model import Model, published_tensors
+from minispec.model import Model
 from minispec.model_config import ModelError
 from minispec.ranks.link import Lead, Ranks, SharedLink
 from minispec.ranks.shards import Shard, share
@@ -444,7 +445,7 @@ def test_nan_ends_one_request_and_leaves_nothing_behind_on_any_rank(
     nan_on_two_ranks(pair)
     call = Ranks.call
     monkeypatch.setattr(Ranks, "call", lambda self, name, numbers=(): (
-        None if name == "clear" else call(self, name, numbers)))  # fmt: skip
+        None if name == "wipe" else call(self, name, numbers)))  # fmt: skip
     with pytest.raises(AssertionError, match="in rank 1's pages"):
         nan_on_two_ranks(pair)
 

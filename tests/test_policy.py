@@ -31,6 +31,7 @@ from minispec.policy import Kind, Policy, Times
 from minispec.request import Request, SamplingParams
 from minispec.scheduler import Scheduler
 from minispec.seats import Seats
+from minispec.serve.info import stats_of
 from minispec.standalone import DraftModel, StandaloneDrafter
 from minispec.tree import PLAIN, Shape
 
@@ -415,10 +416,10 @@ def test_a_request_may_opt_out(name: str) -> None:
         scheduler = build(MODEL, make(), **options)
     alone = request("alone", range(9), speculative=False)
     run(scheduler, [alone])
-    assert scheduler.stats()["tree_steps"] == 0 and set(alone.verified.steps) == {None}
+    assert stats_of(scheduler)["tree_steps"] == 0 and set(alone.verified.steps) == {None}
     beside, other = request("beside", range(9), speculative=False), request("other", range(5), max_new_tokens=40)
     run(scheduler, [beside, other])
-    assert scheduler.stats()["tree_steps"] > 5 and other.verified.accepted.total() > 0
+    assert stats_of(scheduler)["tree_steps"] > 5 and other.verified.accepted.total() > 0
     assert dict(beside.verified.steps) == {None: 23} and not beside.verified.drafted[None]
     assert_exact(SUBJECTS["none"], [alone, beside, other])
 

@@ -53,9 +53,9 @@ from minispec.model import Model, RMSNorm, Rope
 from minispec.mtp import MtpHead
 from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.replicas.wire import packed
-from minispec.request import Logprobs, Request, choice_seed
+from minispec.request import Logprobs, Request
 from minispec.scheduler import Scheduler
-from minispec.serve.parse import parse_generate
+from minispec.serve.parse import choice_seed, parse_generate
 from minispec.serve.reply import Served
 from minispec.server import _tokenized
 from minispec.standalone import DraftModel, StandaloneDrafter

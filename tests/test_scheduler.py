@@ -12,6 +12,7 @@ from minispec.output import Output
 from minispec.request import RequestError, Update
 from minispec.sampling import GREEDY
 from minispec.scheduler import Scheduler
+from minispec.serve.info import stats_of
 
 MODEL = tiny_model()
 
@@ -86,7 +87,7 @@ def test_abort_reaches_requests_in_queue_prefill_and_decode() -> None:
     scheduler.abort("")
     assert not scheduler.has_work and all(r.finish.kind == "abort" for r in requests)
     scheduler.check()
-    assert scheduler.stats()["kv_pages_owned"] == 0 and scheduler.flush_cache()
+    assert stats_of(scheduler)["kv_pages_owned"] == 0 and scheduler.flush_cache()
 
 
 def test_no_tokens_wanted_is_answered_at_once() -> None:
@@ -158,7 +159,7 @@ def test_prompts_prefilled_together_share_their_pages_from_then_on(speculative: 
     updates = scheduler.step()
     assert len(updates) == 2 and scheduler.running == twins, "both were to be prefilled in one step"
     scheduler.check()
-    (first, second), stats = (scheduler.seats[r].pages for r in twins), scheduler.stats()
+    (first, second), stats = (scheduler.seats[r].pages for r in twins), stats_of(scheduler)
     assert first[:6] == second[:6] and not set(first[6:]) & set(second[6:])
     assert stats["kv_pages_cached"] == 6 and stats["kv_pages_owned"] == len(first[6:]) + len(second[6:])
     for r in twins:

@@ -8,7 +8,6 @@ compiled by force, counted with PyTorch's profiler, and compared with what they 
 from __future__ import annotations
 
 import copy
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -98,7 +97,7 @@ def swapped(fresh: Scheduler, scheduler: Scheduler, low: tuple[float, float]) ->
     exact, wanted = served(scheduler, **sampled), served(fresh, **sampled)
     assert exact != wanted and "_after_blocks" in ran, "thresholds so low change tokens"
     engine.graphs = {(step, needs): None for step in engine.decodes.values() for needs in CAPTURED}
-    scheduler.reconfigure(low, math.inf)
+    scheduler.engine.set_thresholds(low)
     assert {needs for _, needs in engine.graphs} == {GREEDY}, "of decode steps, greedy graphs alone are as they were"
     engine.graphs.clear()
     scheduler.flush_cache()

@@ -306,7 +306,7 @@ class Budget:
             yield "--max-total-tokens", f"{config.max_total_tokens}{raised if cuda else ''}", True
         if self.largest_graph > 1:
             yield "--cuda-graph-max-bs", self.largest_graph, config.cuda_graph_max_bs is not None
-        shape = ((sizes.nodes, 2), (sizes.topk, 1), (sizes.rounds, 1))
+        shape = ((sizes.nodes, 2), (self.drafter.topk, 1), (self.drafter.rounds, 1))
         for name, (now, least) in zip(reversed(NUMBERS), shape, strict=True):
             if now is not None and now > least:
                 yield flag_name(name), now, getattr(config, name) is not None

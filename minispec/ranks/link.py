@@ -56,7 +56,7 @@ from minispec.verify import Trees, Verdict
 logger = logging.getLogger("minispec")
 
 PATIENCE = 3.0  # seconds that rank 0 waits with an error of its own for the news that another rank has died
-CALLS = ("stop", "map", "unmap", "reset", "clear", "decode", "prefill", "capture", "settle")  # sent as their indices
+CALLS = ("stop", "map", "unmap", "reset", "wipe", "decode", "prefill", "capture", "settle")  # sent as their indices
 SHORT = 32  # integers that go in one message, their number the first; the rest of a longer list follows in a second
 
 
@@ -256,7 +256,7 @@ def follow(engine: Engine, ranks: Ranks) -> None:
         "map": lambda n: engine.kv.map(n[0], n[1], n[2:]),
         "unmap": lambda n: engine.kv.unmap(*n),
         "reset": lambda n: engine.kv.reset(),
-        "clear": lambda n: engine.kv.clear(n),
+        "wipe": lambda n: engine.kv.wipe(n),
         "decode": lambda n: run(engine.decodes[n[1], Shape(n[2], bool(n[3]))], n[0]),
         "prefill": prefill,
         "capture": lambda n: capture(engine, n, logger.debug), "settle": lambda n: engine.settle(),

@@ -11,8 +11,10 @@ import importlib.metadata
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from minispec.acceptance import Verified
 from minispec.config import Config
 from minispec.serve import prometheus
+from minispec.tree import Shape
 
 if TYPE_CHECKING:
     from minispec.llm import LLM
@@ -30,9 +32,48 @@ def memory_stats(llm: LLM) -> dict[str, Any]:
     }}  # fmt: skip
 
 
+def stats_of(scheduler: Scheduler) -> dict[str, Any]:
+    """Return current numbers for /server_info, totals since the start or the last flush.
+
+    A number that SGLang gives too has SGLang's name.
+    """
+    kv, sizes, drafter, m = scheduler.kv, scheduler.sizes, scheduler.engine.drafter, scheduler.metrics
+    recorded = {str(batch): list(seconds) for batch, seconds in (m.recorded or {}).items()}
+    return {
+        "kv_pages_total": kv.pages - 1,
+        "kv_pages_free": len(kv.free),
+        "kv_pages_cached": scheduler.cache.count,
+        "kv_pages_owned": scheduler.seats.owned + scheduler.left,
+        "num_running_reqs": len(scheduler.running) + len(scheduler.prefilling),
+        "num_queue_reqs": len(scheduler.waiting),
+        "max_total_num_tokens": scheduler.limits.pool_rows,
+        "max_req_input_len": scheduler.limits.longest_prompt,
+        "effective_max_running_requests_per_dp": sizes.max_running,
+        "speculative_num_steps": drafter.rounds,
+        "speculative_eagle_topk": drafter.topk,
+        "speculative_num_draft_tokens": sizes.own_nodes,
+        "speculative_lookup_num_draft_tokens": sizes.nodes if sizes.has_lookups else None,
+        "drafter_seconds": scheduler.engine.drafter_seconds,
+        **({} if m.recorded is None else {"step_time_dict": recorded}),
+        "avg_spec_accept_length": m.verified.accept_length,
+        "last_gen_throughput": m.last_throughput,
+        "total_retractions": m.retractions,
+        "prompt_tokens": m.prompt_tokens,
+        "cached_tokens": m.cached_tokens,
+        "generated_tokens": m.generated_tokens,
+        "verify_steps": m.verified.steps.total(),
+        "tree_steps": m.shapes.total() - m.shapes[1],
+        "plain_steps": m.shapes[1],
+        "speculative_shape_shares": m.shape_shares,
+        "speculative_lookup_shares": m.verified.lookup_shares,
+        "step_seconds": m.step_seconds,
+        "host_seconds": m.host_seconds,
+    }
+
+
 def load_of(scheduler: Scheduler) -> dict[str, Any]:
     """Return the entry of /v1/loads, under SGLang's names; totals are since the start or the last flush."""
-    stats, kv = scheduler.stats(), scheduler.kv
+    stats, kv = stats_of(scheduler), scheduler.kv
     used = kv.pages - 1 - scheduler.seats.available
     computed, cached = stats["prompt_tokens"], stats["cached_tokens"]
     load = {
@@ -48,17 +89,20 @@ def load_of(scheduler: Scheduler) -> dict[str, Any]:
 
 
 def _reconfigure(llm: LLM, thresholds: tuple[float, float] | None, adaptive: bool | None) -> None:
-    """Do what `Scheduler.reconfigure` does; adaptive: as the flag."""
+    """Set thresholds (as `Engine.set_thresholds`) and, as the flag does, `adaptive`; count acceptance anew."""
     config = dataclasses.replace(llm.config, speculative_adaptive=adaptive)
-    llm.scheduler.reconfigure(thresholds, config.adapts_from(llm.scheduler.engine.device.type == "cuda"))
+    scheduler = llm.scheduler
+    scheduler.engine.set_thresholds(thresholds)
+    scheduler.policy.adapts_from = config.adapts_from(scheduler.engine.device.type == "cuda")
+    scheduler.metrics.verified = Verified()
 
 
 def _stats(llm: LLM) -> dict[str, Any]:
     """Return an engine's numbers; with --speculative-adaptive, as in SGLang, the steps in use, 0 for plain ones."""
-    stats, scheduler = {**llm.scheduler.stats(), **memory_stats(llm)}, llm.scheduler
-    if llm.config.speculative_adaptive and scheduler.sizes.rounds is not None:
-        steps = {size.nodes: size.rounds for size in scheduler.engine.drafter.trees}
-        stats["speculative_num_steps"] = steps.get(scheduler.policy.nodes, 0)
+    stats, scheduler = {**stats_of(llm.scheduler), **memory_stats(llm)}, llm.scheduler
+    if llm.config.speculative_adaptive and scheduler.engine.drafter.rounds is not None:
+        steps = {Shape(size.nodes, True): size.rounds for size in scheduler.engine.drafter.trees}
+        stats["speculative_num_steps"] = steps.get(scheduler.policy.shape, 0)
     return stats
 
 

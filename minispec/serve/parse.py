@@ -39,7 +39,6 @@ from minispec.request import (
     Thought,
     TooLong,
     Trace,
-    choice_seed,
     short,
 )
 from minispec.serve import fields
@@ -350,6 +349,14 @@ def _job(
         salt=json.dumps(salts) if any(salts) else "", stream=asked.stream is True,
         truncate=asked.truncate_prompt_tokens, names=sampled[0][1], **{**options, **own},
     )  # fmt: skip
+
+
+def choice_seed(seed: int | None, choice: int) -> int | None:
+    """Return the seed of the choice-th answer to one prompt: seed + choice * 0x9E3779B97F4A7C15 in 64 bits with a sign.
+
+    The first choice has the plain seed. If `seed` is None, the result is None, and each choice draws its own seed.
+    """
+    return seed if seed is None else (seed + choice * 0x9E3779B97F4A7C15 + 2**63) % 2**64 - 2**63
 
 
 def _rids(given: str | list[str] | None, prompts: int, prefix: str, n: int) -> list[str]:

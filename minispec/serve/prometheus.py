@@ -124,7 +124,7 @@ def _gauges(scheduler: Scheduler, load: Mapping[str, Any]) -> Iterator[Family]:
             "spec_accept_rate": ("Accepted over verified drafts, over the last logged window.", m.last.accept_rate),
             "spec_num_draft_tokens": ("Nodes of a tree, root included, and looked-up trees left out.",
                                       scheduler.sizes.own_nodes),
-            "spec_num_steps": ("Rounds of drafting; 0 for a drafter without.", scheduler.sizes.rounds or 0),
+            "spec_num_steps": ("Rounds of drafting; 0 for a drafter without.", scheduler.engine.drafter.rounds or 0),
         }  # fmt: skip
     yield from (_one("gauge", "sglang:" + name, text, value) for name, (text, value) in values.items())
 

@@ -97,9 +97,10 @@ class Config:
         choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
     )  # fmt: skip
     quantization: str | None = _flag(
-        None, "Model", "int8: weights of 8 bits, one scale an output channel, on a CPU; drafters keep theirs. fp8: "
-        "weights and activations of 8 bits, on CUDA; default: as the files are",
-        choices=("int8", "fp8"),
+        None, "Model", "on a CPU, where drafters keep their weights, int8: 8 bits, one scale an output channel; int4: "
+        "4 bits in groups of 32; gguf: the 4 bits of a GGUF file, and of the default model's. On CUDA fp8: weights "
+        "and activations of 8 bits; default: 16 bits, or fp8 as the files are",
+        choices=("int8", "int4", "gguf", "fp8"),
     )  # fmt: skip
     device: str = _flag("auto", "Model", "auto takes CUDA when there is one", choices=("auto", "cpu", "cuda"))
     context_length: int | None = _flag(None, "Model", "longest prompt plus output; default: the model's", low=2)

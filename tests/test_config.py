@@ -219,7 +219,7 @@ def test_speculation_is_on_for_the_default_model_only() -> None:
             ["--speculative-algo", "EAGLE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "2"],
             "not given: --speculative-num-draft-tokens",
         ),
-        (["--quantization", "w8a8_int8"], "--quantization must be one of int8, fp8, got 'w8a8_int8'"),
+        (["--quantization", "w8a8_int8"], "--quantization must be one of int8, int4, gguf, fp8, got 'w8a8_int8'"),
         (["--speculative-draft-model-quantization", "int8"], "must be one of fp8, unquant, got 'int8'"),
         (["--ssl-keyfile", "/nowhere/k.pem"], "--ssl-keyfile must be a file, got '/nowhere/k.pem'"),
         (["--ssl-ca-certs", "c.pem"], "told apart by keys"),

@@ -152,7 +152,7 @@ def _fake_fetch(folder: Path, progress: default_model.Progress) -> Path:
     return folder / "fake.gguf"
 
 
-def _fake_convert(source: Path, folder: Path, progress: default_model.Progress) -> None:
+def _fake_convert(source: Path, folder: Path, progress: default_model.Progress, as_is: bool) -> None:
     folder.mkdir()
     for name in default_model.FILES:
         (folder / name).write_text(name)
@@ -177,7 +177,7 @@ def test_model_is_made_once_and_then_found_in_silence(cache: Path) -> None:
 def test_interrupted_conversion_leaves_no_model_and_its_scratch_is_swept(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(source: Path, folder: Path, progress: default_model.Progress) -> None:
+    def interrupted(source: Path, folder: Path, progress: default_model.Progress, as_is: bool) -> None:
         folder.mkdir()
         (folder / "config.json").write_text("half")
         raise KeyboardInterrupt
@@ -203,11 +203,11 @@ def test_folder_that_lost_a_file_is_made_again(cache: Path) -> None:
 
 
 def _racer(start: multiprocessing.synchronize.Barrier, log: str) -> None:
-    def convert(source: Path, folder: Path, progress: default_model.Progress) -> None:
+    def convert(source: Path, folder: Path, progress: default_model.Progress, as_is: bool) -> None:
         with open(log, "a") as file:
             file.write("converted\n")
         time.sleep(0.3)  # long enough for the other to arrive
-        _fake_convert(source, folder, progress)
+        _fake_convert(source, folder, progress, as_is)
 
     default_model.fetch_gguf, default_model.convert = _fake_fetch, convert
     start.wait()

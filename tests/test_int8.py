@@ -54,6 +54,7 @@ from minispec.cpu.int8 import (
     pack_integers,
     quantize,
     quantized,
+    replace_weights,
 )
 from minispec.cpu.linear import can_pack
 from minispec.eagle import Eagle3Head, HeadConfig
@@ -199,7 +200,7 @@ def test_the_default_model_takes_half_the_memory_and_nobody_keeps_the_old_weight
         model = build_module.load_model(config, shape, demo_folder, torch.bfloat16, CPU)
         head = Eagle3Head.empty(HeadConfig("eagle3", shape, (1, 2)), model)
         before, old = bytes_of(model), [weakref.ref(p) for name, p in model.named_parameters() if "norm" not in name]
-        quantize(model, IDS)
+        quantize(model, IDS, replace_weights)
     gc.collect()
     assert bytes_of(model) <= 0.55 * before
     assert len(old) == 1 + 4 * shape.layers and not any(ref() is not None for ref in old)
@@ -213,10 +214,10 @@ def test_a_tied_embedding_is_the_lm_head_s_rows_and_another_one_stays() -> None:
         tied = Model.empty(replace(tiny_config(), tied=True), torch.bfloat16, CPU)
         for parameter in tied.parameters():
             parameter.normal_(0, 0.35)
-        quantize(tied, IDS)
+        quantize(tied, IDS, replace_weights)
         apart = tiny_model()
         kept = apart.embed_tokens.weight
-        quantize(apart, IDS)
+        quantize(apart, IDS, replace_weights)
     tokens = torch.tensor([[3, 60], [0, 3]])
     assert isinstance(tied.embed_tokens, Int8Embedding)
     assert tied.embed(tokens).dtype == torch.bfloat16
@@ -238,7 +239,7 @@ def test_the_cost_is_what_the_distributions_say() -> None:
     model = tiny_model()
     with torch.inference_mode():
         old = int8._logits(model, IDS).double().log_softmax(-1)
-        cost = quantize(model, IDS)
+        cost = quantize(model, IDS, replace_weights)
         new = int8._logits(model, IDS).double().log_softmax(-1)
     divergence = float((old.exp() * (old - new)).sum(-1).mean())
     assert cost.divergence == pytest.approx(divergence, rel=1e-3) and divergence > 1e-5
@@ -254,7 +255,7 @@ def test_the_cost_is_what_the_distributions_say() -> None:
 def int8_of(make: Callable[[], Model], packed: bool = True) -> Model:
     """Return a model of the conformance tests with int8 weights."""
     model = copy.deepcopy(make())
-    quantize(model, IDS)
+    quantize(model, IDS, replace_weights)
     if packed:
         pack_integers(model)
     return model

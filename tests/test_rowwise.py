@@ -38,9 +38,10 @@ from minispec.beam import BeamDrafter
 from minispec.config import Config
 from minispec.cpu import rowwise
 from minispec.cpu.gather import PagedGather
+from minispec.cpu.int4 import quantize_to_int4
 from minispec.cpu.int8 import replace_weights
 from minispec.cpu.rowwise import PagedChains, RopeTable, RowNorm, keep_rows_apart, round_as_eager
-from minispec.cpu.template import Blocks, reason_against, unblocked
+from minispec.cpu.template import Blocks, reason_against, reason_against_int4, unblocked
 from minispec.dflash import DFlashConfig, DFlashDrafter, DFlashHead
 from minispec.drafter import Drafter, HostDrafter, Plain
 from minispec.dspark import DSparkConfig, DSparkDrafter, DSparkHead
@@ -71,15 +72,18 @@ LENGTHS = (1, 15, 16, 17, 33, 64, 65, 100, 191, 192, 193, 200)  # of prefixes; s
 Numbers = list[tuple[list[int], list[float]]]
 
 
-def model_of(kind: str, int8: bool = False) -> Model:
+QUANTIZED: dict[str, Callable[[Model], None]] = {"int8": replace_weights, "int4": quantize_to_int4}
+
+
+def model_of(kind: str) -> Model:
     """Return a tiny model in bfloat16 whose rows are kept apart."""
     with torch.inference_mode():
-        model = tiny_model(**SIZES, **KINDS[kind]).to(BF16).requires_grad_(False)
+        model = tiny_model(**SIZES, **KINDS.get(kind, {})).to(BF16).requires_grad_(False)
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.uniform_(0.5, 1.5)  # times 1 no number would be rounded
-        if int8:
-            replace_weights(model)
+        if kind in QUANTIZED:
+            QUANTIZED[kind](model)
         keep_rows_apart(model)
         model.rope = RopeTable(model, CONTEXT)  # type: ignore[method-assign]
     return model
@@ -224,14 +228,19 @@ def test_samples_with_penalties_and_filters_are_one(dense: Model) -> None:
     assert numbers(served(dense, 6, 8), asked(6, new=24, **wishes), 6) == truth
 
 
-@pytest.mark.parametrize("kind", ["windowed", "biases", "sparse", "int8"])
+INT4 = pytest.param("int4", marks=pytest.mark.skipif(reason_against_int4(BF16) is not None, reason="no 4 bits here"))
+
+
+@pytest.mark.parametrize("kind", ["windowed", "biases", "sparse", "int8", INT4])
 def test_other_models_and_weights_keep_their_rows_apart(kind: str) -> None:
-    model = model_of("dense" if kind == "int8" else kind, kind == "int8")
+    model = model_of(kind)
     assert numbers(served(model, 5, 8), asked(5, new=24), 5) == alone(model, 5, new=24)
 
 
-def test_a_block_has_the_same_bits_compiled_and_eager_for_one_row_and_for_many(dense: Model) -> None:
-    block, rope = dense.layers[1], dense.rope(torch.arange(7)[None])
+@pytest.mark.parametrize("kind", ["dense", INT4])
+def test_a_block_has_the_same_bits_compiled_and_eager_for_one_row_and_for_many(kind: str, dense: Model) -> None:
+    model = dense if kind == "dense" else model_of(kind)
+    block, rope = model.layers[1], model.rope(torch.arange(7)[None])
     from torch._inductor import config  # after the first import of Inductor, which has its own order
 
     torch._dynamo.reset()

@@ -16,6 +16,7 @@ Read next: `linear.py`, for weights that keep their bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -148,14 +149,14 @@ def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
     return integers, scale
 
 
-def quantize(model: Model, ids: list[int]) -> Cost:
-    """Replace the model's linear layers, and an embedding tied to one, by int8 ones; return what it cost on `ids`.
+def quantize(model: Model, ids: list[int], replace: Callable[[Model], None]) -> Cost:
+    """Have `replace` quantize a model in place, as `replace_weights` does; return what it cost on `ids`.
 
     Each layer gives its old weight up before the next one is quantized, so memory exceeds the model's by no more than a
     layer. Whoever needs an old weight, as a draft head may, takes it before.
     """
     before = _logits(model, ids)
-    replace_weights(model)
+    replace(model)
     after, divergence, same = _logits(model, ids), 0.0, 0
     for old, new in zip(before, after, strict=True):  # by rows, since in fp32 all of them are as large as a layer
         chances, others = (logits.float().log_softmax(-1) for logits in (old, new))
@@ -165,7 +166,10 @@ def quantize(model: Model, ids: list[int]) -> Cost:
 
 
 def replace_weights(model: Model) -> None:
-    """Replace the layers as `quantize` does, and measure nothing; on the meta device this gives their sizes."""
+    """Replace the model's linear layers, and an embedding tied to one, by int8 ones.
+
+    On the meta device this gives their sizes.
+    """
     _quantize_linears(model)
     if model.config.tied:  # by type, since among several ranks other layers are around the two
         head = next(part for part in model.modules() if isinstance(part, Int8Head))

@@ -114,11 +114,16 @@ def own_heads(module: nn.Module | None) -> list[PackedHead]:
 
 def is_one(rows: int) -> bool:
     """Return whether a graph is of one row, and of no other number."""
+    return is_below(2, rows)
+
+
+def is_below(bound: int, rows: int) -> bool:
+    """Return whether a graph is of numbers of rows below `bound` only."""
     if isinstance(rows, int):
-        return rows == 1
+        return rows < bound
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # here: a start need not wait for sympy
 
-    return statically_known_true(rows == 1)
+    return statically_known_true(rows < bound)
 
 
 def sums_of_row(x: Tensor, weight: Tensor) -> Tensor:

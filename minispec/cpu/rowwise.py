@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from minispec.attention import Plan, write_rows
 from minispec.compiled import Key
 from minispec.cpu import template
+from minispec.cpu.int4 import Int4Linear
 from minispec.cpu.int8 import Int8Linear
 from minispec.cpu.linear import PackedLinear, pack_linears
 from minispec.cpu.template import Blocks, of_any_rows
@@ -356,6 +357,8 @@ def keep_rows_apart(model: Model) -> None:
             elif isinstance(child, Int8Linear):
                 child.pack()
                 child.alone = False
+            elif isinstance(child, Int4Linear):
+                child.many_rows = None
     pack_linears(model)
     for module in model.modules():
         if isinstance(module, PackedLinear):

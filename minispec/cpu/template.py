@@ -28,7 +28,9 @@ from minispec.operators import operator
 
 PAIR = 2  # inputs whose weights lie side by side: the instructions multiply pairs of bfloat16
 KNOWN = ("2.12.", "2.13.")  # releases of PyTorch that have all of the names
+KNOWN_INT4 = "2.13."  # the release on which products of 4 bits were seen to be right
 ROWS, INPUTS = 32, 32  # of a register block; its columns differ by processor
+GROUP = 32  # inputs that share a scale, of weights of 4 bits
 
 
 def has_tiles() -> bool:
@@ -58,10 +60,23 @@ def reason_against(dtype: torch.dtype) -> str | None:
     return None
 
 
+def reason_against_int4(dtype: torch.dtype) -> str | None:
+    """Return why weights of 4 bits cannot be multiplied by activations of `dtype`; None: they can."""
+    if dtype != torch.bfloat16:
+        return f"it is for --dtype bfloat16, and the dtype is {str(dtype).removeprefix('torch.')}"
+    if (able := torch.backends.cpu.get_cpu_capability()) != "AVX512":
+        return f"it needs a processor with AVX512, and PyTorch finds {able}"
+    if not torch.__version__.startswith(KNOWN_INT4):
+        return f"it needs PyTorch {KNOWN_INT4}x, and this is {torch.__version__}"
+    return None
+
+
 def lower() -> None:
     """Let what is compiled in this process have the template, if it can."""
     if reason_against(torch.bfloat16) is None:
         _lower()
+    if reason_against_int4(torch.bfloat16) is None:
+        _lower_int4()
 
 
 def blocked(weight: Tensor) -> Tensor:
@@ -112,6 +127,16 @@ def _blocked_linear(x: Tensor, weight: Tensor, features: int, wide: bool) -> Ten
     return of_any_rows(_compiled(features, wide), x, weight)
 
 
+@operator(
+    "int4_linear(Tensor x, Tensor weight, Tensor scales) -> Tensor",
+    lambda x, weight, scales: x.new_empty(x.shape[0], len(weight)),
+    "CPU",
+)
+def _int4_linear(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """Return x [rows, in] bf16 times a weight of 4 bits, [rows, out]."""
+    return torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), weight, GROUP, scales)
+
+
 def of_any_rows(compiled: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Tensor:
     """Call a compiled function of x [rows, ...], of which one graph serves all numbers of rows."""
     rows = x.shape[0]  # not len(x), which would make a graph for each number of rows
@@ -137,8 +162,7 @@ def _lower() -> None:
     from torch._inductor.codegen import cpp_gemm_template as templates
     from torch._inductor.codegen import cpp_micro_gemm as kernels
     from torch._inductor.codegen.cpp_utils import GemmBlocking
-    from torch._inductor.select_algorithm import DataProcessorTemplateWrapper, autotune_select_algorithm, realize_inputs
-    from torch._inductor.utils import parallel_num_threads
+    from torch._inductor.select_algorithm import realize_inputs
 
     class Brgemm(kernels.CppMicroBrgemm):
         """oneDNN's kernel for one block, which Inductor offers for float16 alone."""
@@ -176,11 +200,52 @@ def _lower() -> None:
         """Return the node of the template over these inputs, which Inductor fuses what follows into."""
         x, weight = (ir.ExternKernel.require_contiguous(part) for part in realize_inputs(x, weight))
         layout = ir.FixedLayout(x.get_device(), torch.float32 if wide else x.get_dtype(), [x.get_size()[0], features])
-        choices: list[Any] = []
-        DataProcessorTemplateWrapper(
-            Blocked, lambda inputs, layout: (inputs, layout), None, input_nodes=[x, weight], layout=layout,
-            num_threads=parallel_num_threads(), register_blocking=blocking, beta=1, alpha=1, has_bias=False,
-            epilogue_creator=None, should_block_weights=True, name="blocked_linear",
-        ).maybe_append_choice(choices)  # fmt: skip
-        node, _ = autotune_select_algorithm("blocked_linear", choices, [x, weight], layout)
-        return node
+        return _node(Blocked, [x, weight], layout, blocking, should_block_weights=True)
+
+
+@functools.cache
+def _lower_int4() -> None:
+    """Tell Inductor how to lower products of 4 bits: by its template for them, whose weight is packed by ATen."""
+    from torch._inductor import ir, lowering
+    from torch._inductor.codegen import cpp_gemm_template as templates
+    from torch._inductor.codegen import cpp_micro_gemm as kernels
+    from torch._inductor.codegen.cpp_utils import GemmBlocking
+    from torch._inductor.select_algorithm import realize_inputs
+    from torch._inductor.virtualized import V
+
+    blocking = GemmBlocking(4, 64, 32)
+    base: Any = templates.CppWoqInt4GemmTemplate
+
+    def kernel(name: str, *_: Any, input_dtype: torch.dtype, **options: Any) -> Any:
+        kind = kernels.CppMicroGemmWoQInt4Avx512  # on every processor: that of AMX rounds weights to bfloat16
+        return kind(name, input_dtype, torch.uint8, torch.float32, torch.float32, blocking, 1)
+
+    class Grouped(base[GROUP]):  # type: ignore[misc]
+        """The template with this kernel."""
+
+        def render(self, *args: Any, **options: Any) -> str:
+            with patch.object(templates, "create_micro_gemm", kernel):
+                return str(super().render(*args, **options))
+
+    @lowering.register_lowering(torch.ops.minispec.int4_linear.default, type_promotion_kind=None)
+    def lower(x: Any, weight: Any, scales: Any) -> Any:
+        """Return the node of the template over these inputs."""
+        x, weight, scales = (ir.ExternKernel.require_contiguous(part) for part in realize_inputs(x, weight, scales))
+        layout = ir.FixedLayout(x.get_device(), x.get_dtype(), [x.get_size()[0], weight.get_size()[0]])
+        group = V.graph.add_tensor_constant(torch.tensor(GROUP), name=None)
+        return _node(Grouped, [x, weight, group, scales], layout, blocking, should_block_weights=False)
+
+
+def _node(template: Any, inputs: list[Any], layout: Any, blocking: Any, should_block_weights: bool) -> Any:
+    """Return the node of a template over these inputs: the only choice there is, so nothing is searched."""
+    from torch._inductor.select_algorithm import DataProcessorTemplateWrapper, autotune_select_algorithm
+    from torch._inductor.utils import parallel_num_threads
+
+    choices: list[Any] = []
+    DataProcessorTemplateWrapper(
+        template, lambda inputs, layout: (inputs, layout), None, input_nodes=inputs, layout=layout,
+        num_threads=parallel_num_threads(), register_blocking=blocking, beta=1, alpha=1, has_bias=False,
+        epilogue_creator=None, should_block_weights=should_block_weights, name="linear",
+    ).maybe_append_choice(choices)  # fmt: skip
+    node, _ = autotune_select_algorithm("linear", choices, inputs, layout)
+    return node

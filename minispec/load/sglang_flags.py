@@ -166,7 +166,7 @@ REFUSED = {  # why -> flags
         --optimistic-prefill-attempts --encoder-transfer-backend --encoder-urls --encoder-bootstrap-port
         --encoder-register-urls --enable-adaptive-dispatch-to-encoder --decoupled-spec-role=null
         --decoupled-spec-bind-endpoint --decoupled-spec-connect-endpoints --decoupled-spec-rank""",
-    "of quantizations there are --quantization int8 and fp8": """--quantization-param-path --torchao-config
+    "of quantizations there are those of --quantization": """--quantization-param-path --torchao-config
         --modelopt-quant --modelopt-checkpoint-restore-path --modelopt-checkpoint-save-path --modelopt-export-path
         --quantize-and-serve --rl-quant-profile""",
     "keys and values have the activations' dtype": "--kv-cache-dtype=auto",

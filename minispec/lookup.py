@@ -46,8 +46,9 @@ class Lookups(Drafter):
         self.corpora: Corpora = shared.corpora
         head.expect(self.depth + 1)
         # What one of the two does without the other is that one's own method.
-        for name in ("attach", "compile", "compile_small", "attend_paths", "confidences", "commit"):
-            setattr(self, name, getattr(head, name))
+        self.attach, self.commit = head.attach, head.commit  # type: ignore[method-assign]
+        self.compile, self.compile_small = head.compile, head.compile_small  # type: ignore[method-assign]
+        self.attend_paths, self.confidences = head.attend_paths, head.confidences  # type: ignore[method-assign]
         self.observe, self.hint = self.texts.observe, self.texts.hint  # type: ignore[method-assign]
         self.name, self.rounds, self.topk, self.network = head.name, head.rounds, head.topk, head.network
         self.taps, self.scratch, self.lookahead, self.kv_shape = head.taps, head.scratch, head.lookahead, head.kv_shape

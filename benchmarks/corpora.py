@@ -174,7 +174,8 @@ def build(args: argparse.Namespace) -> None:
                 count += len(q) + len(a)
                 if count >= size:
                     break
-        how, beside, idle, during = "by file_path" if by_file else "by documents", list[float](), [speed()], list[float]()
+        how = "by file_path" if by_file else "by documents"
+        beside, idle, during = list[float](), [speed()], list[float]()
         with tempfile.TemporaryDirectory() as folder:
             library.root = folder
             if by_file:
@@ -196,7 +197,7 @@ def build(args: argparse.Namespace) -> None:
         print(f"{count:,} tokens {how} are there after {alone:.1f} s", flush=True)
         if during:
             rates = statistics.median(during), statistics.median(idle)
-            print(f"beside decoding after {min(beside):.1f} to {max(beside):.1f} s; decoding has {rates[0]:.1f} tokens/s "
+            print(f"beside decoding after {min(beside):.1f} to {max(beside):.1f} s; {rates[0]:.1f} tokens/s "
                   f"meanwhile and {rates[1]:.1f} else: {rates[0] / rates[1]:.3f}", flush=True)  # fmt: skip
 
 

@@ -561,7 +561,9 @@ def step(report: Report, scale: Scale) -> None:
         read += steps["plain"]["mean_context"] * pool.shape[0] * pool.shape[1] * pool.shape[3] * pool.itemsize
         report.add("bandwidth", {"copy_bytes_per_s": copied, "plain_step_bytes": read,
                                  "share_of_copy": read / (steps["plain"]["ms"] / 1e3) / copied})  # fmt: skip
-        report.add("sizes", {**asdict(llm.scheduler.sizes), "simulated": scale.lengths[-1]})
+        drafter = llm.scheduler.engine.drafter
+        shape = {"rounds": drafter.rounds, "topk": drafter.topk, "simulated": scale.lengths[-1]}
+        report.add("sizes", {**asdict(llm.scheduler.sizes), **shape})
         for name, case in (plain[0], plain[2]), (tree[0], tree[2]):
             for what, one, other in (("one by one", case._replace(overlap=True), case._replace(overlap=False)),
                                      ("temperature 0.8", case, case._replace(temperature=0.8))):  # fmt: skip

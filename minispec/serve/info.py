@@ -11,10 +11,8 @@ import importlib.metadata
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from minispec.acceptance import Verified
 from minispec.config import Config
 from minispec.serve import prometheus
-from minispec.tree import Shape
 
 if TYPE_CHECKING:
     from minispec.llm import LLM
@@ -90,6 +88,8 @@ def load_of(scheduler: Scheduler) -> dict[str, Any]:
 
 def _reconfigure(llm: LLM, thresholds: tuple[float, float] | None, adaptive: bool | None) -> None:
     """Set thresholds (as `Engine.set_thresholds`) and, as the flag does, `adaptive`; count acceptance anew."""
+    from minispec.acceptance import Verified  # here and below, since the server listens before torch is imported
+
     config = dataclasses.replace(llm.config, speculative_adaptive=adaptive)
     scheduler = llm.scheduler
     scheduler.engine.set_thresholds(thresholds)
@@ -99,6 +99,8 @@ def _reconfigure(llm: LLM, thresholds: tuple[float, float] | None, adaptive: boo
 
 def _stats(llm: LLM) -> dict[str, Any]:
     """Return an engine's numbers; with --speculative-adaptive, as in SGLang, the steps in use, 0 for plain ones."""
+    from minispec.tree import Shape
+
     stats, scheduler = {**stats_of(llm.scheduler), **memory_stats(llm)}, llm.scheduler
     if llm.config.speculative_adaptive and scheduler.engine.drafter.rounds is not None:
         steps = {Shape(size.nodes, True): size.rounds for size in scheduler.engine.drafter.trees}

@@ -25,14 +25,13 @@ from test_capture import Replays
 from test_config import DOCUMENTED
 from torch._dynamo import lookup_backend
 from torch.nn.attention import flex_attention
-from trained import trained_dflash, trained_dspark, trained_model
+from trained import trained_dflash, trained_model
 
 from minispec.attention import PagedFlex
 from minispec.beam import BeamDrafter
 from minispec.compiled import NotMade, Step, calling
 from minispec.dflash import DFlashDrafter
 from minispec.drafter import Drafter, HostDrafter, Plain
-from minispec.dspark import DSparkDrafter
 from minispec.eagle import Eagle3Head, HeadConfig
 from minispec.engine import Engine
 from minispec.kv import KVShape, PagedKV
@@ -47,7 +46,6 @@ from minispec.lookup import Lookups
 from minispec.model import Model
 from minispec.ngram import NgramDrafter, NgramOptions
 from minispec.scheduler import Scheduler
-from minispec.standalone import DraftModel, StandaloneDrafter
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without")
 NODES = 8
@@ -68,16 +66,9 @@ DRAFTERS: dict[str, Callable[[Model], Drafter | HostDrafter]] = {
     "none": lambda model: Plain(),
     "ngram": lambda model: texts(),
     "eagle3": eagle3,
-    "eagle3-uncoupled": lambda model: eagle3(model, coupled=False),
     # of two sizes, as those that ship
     "lookups": lambda model: Lookups(eagle3(model, smaller=[(1, 3)]), texts(limited=True), VOCAB),
     "dflash": lambda model: DFlashDrafter(copy.deepcopy(trained_dflash()), block=4, topk=2, nodes=6, smaller=3),
-    "dspark": lambda model: DSparkDrafter(
-        copy.deepcopy(trained_dspark()), block=4, topk=2, nodes=6, smaller=3, threshold=0.3
-    ),
-    "standalone": lambda model: StandaloneDrafter(
-        DraftModel(tiny_model(1, intermediate_size=80), VOCAB), rounds=2, topk=2, nodes=4
-    ),
 }
 
 
@@ -127,7 +118,7 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Made:
 
 def compiled_as_on_cuda(name: str, running: int, flex: bool = True) -> Scheduler:
     """Return a scheduler whose functions are all compiled when they first run."""
-    model = copy.deepcopy(trained_model()) if name in ("dflash", "dspark") else tiny_model()
+    model = copy.deepcopy(trained_model()) if name == "dflash" else tiny_model()
     with torch.inference_mode():
         drafter = DRAFTERS[name](model)
     scheduler = build(model, drafter, host_looks=False, pages=60, running=running, flex=flex)
@@ -146,8 +137,8 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize(("name", "running", "steps"), slow_unless(
-    [("none", 4, 15), ("lookups", 2, 30), ("ngram", 2, 15), ("eagle3-uncoupled", 1, 15), ("dflash", 2, 15),
-     ("dspark", 1, 15)], lambda name, *_: name == "none"))  # fmt: skip
+    [("none", 4, 15), ("lookups", 2, 30), ("ngram", 2, 15), ("dflash", 2, 15)], lambda name, *_: name == "none"
+))  # fmt: skip
 def test_after_warm_up_no_graph_is_made_and_tokens_are_those_of_plain_decoding(
     name: str, running: int, steps: int, made: Made
 ) -> None:
@@ -168,7 +159,7 @@ def test_after_warm_up_no_graph_is_made_and_tokens_are_those_of_plain_decoding(
         with calling(compiles=False):
             run(scheduler, requests, stagger=2)
     assert made.graphs == before and engine.changes - begun >= steps
-    eager = trained_model() if name in ("dflash", "dspark") else tiny_model()
+    eager = trained_model() if name == "dflash" else tiny_model()
     assert [r.output_ids for r in requests] == [reference(eager, r) for r in requests]
 
 
@@ -195,7 +186,7 @@ class Counted(Replays):
                 for (buffers, needs), recording in self.recordings.items()}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", slow_unless(["none", "eagle3", "standalone"], lambda name: name == "none"))
+@pytest.mark.parametrize("name", slow_unless(["none", "eagle3"], lambda name: name == "none"))
 def test_a_replay_of_compiled_functions_is_the_step(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As a GPU captures them: what AOTAutograd made of each function is recorded, once it is compiled, and replayed.
 

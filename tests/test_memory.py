@@ -346,6 +346,6 @@ def test_shapes_of_wide_batches_adapt_on_cuda_where_numbers_are_given(
 
 def test_a_long_start_begins_with_one_request(monkeypatch) -> None:
     engine, ran = build(tiny_model(), Plain()).engine, []
-    monkeypatch.setattr(warm_up_module, "_run_on_padding", lambda engine, step: ran.append(step))
+    monkeypatch.setattr(warm_up_module, "make_graphs", lambda engine, step, **how: ran.append(step))
     warm_up_module.warm_up(engine, lambda line: None)
     assert ran == warm_up_module.steps_of(engine) and ran[0].batch == 1 and len(ran) > 3

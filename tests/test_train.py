@@ -757,7 +757,7 @@ def test_the_command_writes_shards_goes_on_from_them_and_learns_from_them(
 
 
 def test_a_default_model_that_cannot_be_had_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(tell: object) -> None:
+    def fail(tell: object, as_is: bool) -> None:
         raise DefaultModelError("the wheel is nowhere")
 
     monkeypatch.setattr("minispec.load.build.ensure_default_model", fail)

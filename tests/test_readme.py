@@ -199,17 +199,20 @@ def test_the_readme_s_figures_stand_in_the_page_of_measurements() -> None:
     measured = (ROOT / "docs/measured.md").read_text(encoding="utf-8")
     table = README.partition("\n## Measured\n")[2].partition("\n\nBelow a fifth")[0]
     rows = {name: figures for name, *figures in re.findall(r"^\| (\w[^|]*) \| ([\d.]+) \| ([\d.]+) \|$", table, re.M)}
-    assert len(rows) == 6
+    assert len(rows) == 5
     theirs = {"transformers' `generate`": "transformers", "plain decoding": "none", "NGRAM": "ngram",
               "EAGLE3, the default head, alone": "EAGLE3 alone", "EAGLE3 with lookups": "EAGLE3 + lookup"}  # fmt: skip
     for name, method in theirs.items():
         for kind, figure in zip(("ordinary", "copying"), rows.pop(name), strict=True):
             row = rf"^\| 1, {kind} \| {re.escape(method)} \|[^|]*\|[^|]*\| ([\d.]+) \|"
             assert float(re.search(row, measured, re.M)[1]) == float(figure), f"{name}, {kind}"
-    ((figures),) = rows.values()
-    newest = measured.partition("### Plain decoding beside llama.cpp")[2]
-    found = re.findall(r"^\| llama\.cpp BF16 \| [\d.]+ \| ([\d.]+) \|", newest, re.M)
-    assert found[:2] == figures, "the first table of one stream, and that of copying"
+    newest = measured.partition("### Beside llama.cpp, by server")[2]
+    (served,) = re.findall(r"over HTTP: (.*?)\. Eight", README)
+    quoted = re.findall(r"(EAGLE3 alone|(?:EAGLE3 )?with lookups|llama\.cpp \w+).*? ([\d.]+)", served)
+    for name, figure in quoted:
+        row = rf"^\| {'EAGLE3 ' * name.startswith('with')}{re.escape(name)} \|(?:[^|]*\|){{4}} ([\d.]+) \|"
+        assert re.search(row, newest, re.M)[1] == figure, name
+    assert len(quoted) == 4
 
 
 def test_tools_need_a_template_on_the_default_model_and_the_readme_s_has_a_place_for_them(demo_folder: Path) -> None:

@@ -45,9 +45,9 @@ def samples(questions: parity.Questions) -> list[parity.Ids]:
         return parity.sampled(url, questions, 8, SAMPLES)
 
 
-# EAGLE-3's default tree and NGRAM's are in test_served.py, chains of the others in the offline tests.
+# EAGLE-3's default tree and NGRAM's are in test_served.py, chains in the offline tests.
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", ["EAGLE3:3/1/4", "EAGLE:3/3/8", "NEXTN:3/3/8", "STANDALONE:2/3/6"])
+@pytest.mark.parametrize("drafter", ["EAGLE:3/3/8", "NEXTN:3/3/8", "STANDALONE:2/3/6"])
 def test_every_method_that_ships_gives_the_same(
     drafter: str, questions: parity.Questions, samples: list[parity.Ids]
 ) -> None:

@@ -20,14 +20,29 @@ import torch
 from conformance import truth
 from exactness import CPU, VOCAB, build, mixed_requests, request, run
 from test_beam import paths, record
-from test_dflash import LAYERS, MASK, MODEL, SIZE, D, Reference, stated, tensors, write
+from test_dflash import (
+    DRAFTED,
+    LAYERS,
+    MASK,
+    MODEL,
+    SIZE,
+    D,
+    Reference,
+    block_one_position_late,
+    context_with_the_bonus,
+    speculator,
+    speculator_tensors,
+    stated,
+    tensors,
+    the_other_direction,
+    write,
+)
 from torch import Tensor
 from transformers import Qwen3Config
 
 from minispec.attention import Plan
 from minispec.config import Config
 from minispec.cpu.gather import PagedGather
-from minispec.dflash import Pass
 from minispec.drafter import Batch, Committed
 from minispec.dspark import DSparkConfig, DSparkDrafter, DSparkHead
 from minispec.kv import KVShape, PagedKV
@@ -239,33 +254,6 @@ def test_the_policy_hears_how_confident_the_network_is_of_each_chain(chain: dict
 # ---- faults, each of which a comparison sees ----------------------------------------------------------------------
 
 
-def block_one_position_late(patch: pytest.MonkeyPatch) -> None:
-    """The block is turned as if the bonus stood one position further."""
-    rope = DSparkHead.rope
-    patch.setattr(DSparkHead, "rope", lambda self, at: rope(self, at + 1 if at.shape[1] == 5 else at))
-
-
-def a_causal_block(patch: pytest.MonkeyPatch) -> None:
-    """A row does not see later rows."""
-    init = Pass.__init__
-
-    def turned(self: Pass, *given: Any) -> None:
-        init(self, *given)
-        self.visible = self.visible.tril()
-
-    patch.setattr(Pass, "__init__", turned)
-
-
-def context_with_the_bonus(patch: pytest.MonkeyPatch) -> None:
-    """The block begins a row late, so that the bonus's old row is taken for context."""
-    fill = Plan.fill
-
-    def late(self: Plan, slots: Tensor, starts: Tensor, *rest: Any, **more: Any) -> None:
-        fill(self, slots, starts + (self.kv.pool.shape[0] == 2 * LAYERS), *rest, **more)
-
-    patch.setattr(Plan, "fill", late)
-
-
 def no_markov_bias(patch: pytest.MonkeyPatch) -> None:
     """Rows draft as DFlash's do."""
     following = DSparkHead.following
@@ -301,7 +289,7 @@ def confidence_without_the_pair(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DSparkHead, "confidence", lambda self, state, before: confidence(self, state, 0 * before))
 
 
-FAULTS = [block_one_position_late, a_causal_block, context_with_the_bonus, no_markov_bias,
+FAULTS = [block_one_position_late, the_other_direction, context_with_the_bonus, no_markov_bias,
           bias_of_the_anchor_in_every_row, the_next_row_s_state, confidence_before_the_norm,
           confidence_without_the_pair]  # fmt: skip
 
@@ -418,31 +406,19 @@ def test_specforge_s_files_have_a_dflash_config_and_no_copies(tmp_path: Path) ->
     assert load_dspark(write(tmp_path / "silent", config, made)).block_size == 7
 
 
-DRAFTED = torch.arange(1, VOCAB, 3)  # the target's ids of the draft's vocabulary
-
-
-def speculator(**more: Any) -> dict[str, Any]:
+def own(**more: Any) -> dict[str, Any]:
     """Return a config.json as speculators writes it."""
-    body = stated(rope_parameters={"rope_type": "default", "rope_theta": 1000000})
-    for key in ("architectures", "auto_map", "dflash_config", "num_target_layers", "rope_theta", "rope_scaling"):
-        del body[key]
-    return {"architectures": ["DSparkDraftModel"], "speculators_model_type": "dspark", "speculators_version": "0.7.0",
-            "speculators_config": {"algorithm": "dspark"}, "aux_hidden_state_layer_ids": [1, 2], "block_size": 5,
-            "draft_vocab_size": len(DRAFTED), "mask_token_id": MASK, "markov_rank": R, "markov_head_type": "vanilla",
-            "enable_confidence_head": True, "confidence_head_with_markov": True, "max_anchors": 3072,
-            "tie_word_embeddings": False, "transformer_layer_config": body, **more}  # fmt: skip
+    return speculator(architectures=["DSparkDraftModel"], speculators_model_type="dspark", markov_rank=R,
+                      markov_head_type="vanilla", enable_confidence_head=True, confidence_head_with_markov=True,
+                      max_anchors=3072, speculators_config={"algorithm": "dspark"}, **more)  # fmt: skip
 
 
 @pytest.mark.parametrize("said", [{}, {"sample_from_anchor": True}], ids=str)
 def test_speculators_files_have_a_draft_vocabulary_and_say_if_the_bonus_s_row_drafts(
     said: dict, tmp_path: Path
 ) -> None:
-    torch.manual_seed(4)
-    made = tensors() | heads(len(DRAFTED)) | {
-        "lm_head.weight": torch.randn(len(DRAFTED), D) / 8, "d2t": DRAFTED - torch.arange(len(DRAFTED)),
-        "embed_tokens.weight": MODEL.embed_tokens.weight.clone(),
-    }  # fmt: skip
-    path = write(tmp_path / "draft", speculator(**said), made)
+    made = speculator_tensors() | heads(len(DRAFTED))
+    path = write(tmp_path / "draft", own(**said), made)
     first = 0 if said else 1
     assert load_dspark(path).first == first
     (tmp_path / "flat").mkdir()

@@ -59,54 +59,10 @@ def feed(output: Output, ids: Sequence[int], rng: random.Random | None = None) -
 # ---- the rules, one by one ---------------------------------------------------------------------------------------
 
 
-def test_eos_ends_the_text_before_it_and_stays_in_the_ids(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("Hello there")
-    output = make(tokenizer)
-    finish, pieces = feed(output, [*ids, EOS, *ids])
-    assert finish == Finish("stop", EOS) and "".join(pieces) == "Hello there"
-    assert output.request.output_ids == [*ids, EOS]
-
-
-def test_stop_id_goes_before_a_stop_string_in_its_text(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("Hello there")
-    finish, pieces = feed(make(tokenizer, stop=(" there",), stop_token_ids=(ids[-1],)), ids)
-    assert finish == Finish("stop", ids[-1]) and "".join(pieces) == "Hello"
-
-
-def test_length_within_a_character_shows_that_it_is_broken(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("x👨‍👩")
-    cut = next(k for k in range(2, len(ids)) if tokenizer.decode(ids[:k]).endswith("\ufffd"))
-    finish, pieces = feed(make(tokenizer, limit=cut), ids)
-    assert finish == Finish("length") and "".join(pieces) == tokenizer.decode(ids[:cut])
-    assert not any("\ufffd" in piece for piece in pieces[:-1])
-
-
-def test_eos_named_as_a_stop_id_stops_though_eos_is_ignored(tokenizer: Tokenizer) -> None:
-    finish, _ = feed(make(tokenizer, ignore_eos=True, stop_token_ids=(EOS,)), [EOS])
-    assert finish == Finish("stop", EOS)
-
-
-def test_no_stop_trim_keeps_what_matched(tokenizer: Tokenizer) -> None:
+def test_eos_may_be_part_of_the_text(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("one two three")
-    finish, pieces = feed(make(tokenizer, stop=("tw",), no_stop_trim=True), ids)
-    assert finish == Finish("stop", "tw") and "".join(pieces) == "one tw"
     finish, pieces = feed(make(tokenizer, no_stop_trim=True, skip_special_tokens=False), [*ids, EOS])
     assert finish == Finish("stop", EOS) and "".join(pieces) == "one two three<|im_end|>"
-    finish, pieces = feed(make(tokenizer, no_stop_trim=True, stop_token_ids=(ids[1],)), ids)
-    assert finish == Finish("stop", ids[1]) and "".join(pieces) == "one two"
-
-
-def test_waived_stop_string_does_not_hide_the_next_one(tokenizer: Tokenizer) -> None:
-    """The first "two" is waived, the second counts, also while a longer stop string is on the watch."""
-    ids = tokenizer.encode("two two two")
-    finish, pieces = feed(make(tokenizer, min_new_tokens=1, stop=("two", "a far longer stop")), ids)
-    assert finish == Finish("stop", "two") and "".join(pieces) == "two "
-
-
-def test_first_of_several_stop_strings_counts(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("one two three")
-    finish, pieces = feed(make(tokenizer, stop=("three", "wo", "two")), ids)
-    assert finish == Finish("stop", "two") and "".join(pieces) == "one "
 
 
 def test_beginning_of_a_stop_string_is_held_back_and_released_if_it_is_none(tokenizer: Tokenizer) -> None:
@@ -125,12 +81,6 @@ def test_text_that_cannot_become_a_stop_string_is_not_held(tokenizer: Tokenizer)
         output.append(token)
         output.release(False)
         assert output.request.released == len(tokenizer.decode(ids[:end]))
-
-
-def test_held_text_comes_with_eos(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("one two")
-    finish, pieces = feed(make(tokenizer, stop=(" two three",)), [*ids, EOS])
-    assert finish == Finish("stop", EOS) and pieces == ["one", "", " two"]
 
 
 # ---- all of them at random ---------------------------------------------------------------------------------------

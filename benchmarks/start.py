@@ -144,9 +144,9 @@ def running(command: Sequence[str], **options: Any) -> Iterator[Process]:
 
 
 @contextmanager
-def ready(command: Sequence[str]) -> Iterator[str]:
+def ready(command: Sequence[str], cwd: Path | None = None) -> Iterator[str]:
     """Start a server, yield its URL when it is ready, and stop it; raises RuntimeError with its last words."""
-    with tempfile.TemporaryFile("w+") as log, running(command, stdout=log, stderr=subprocess.STDOUT) as process:
+    with tempfile.TemporaryFile("w+") as log, running(command, stdout=log, stderr=log, cwd=cwd) as process:
         try:
             process.wait_until_ready(READY_S)
         except RuntimeError as error:

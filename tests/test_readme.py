@@ -114,7 +114,7 @@ def test_every_command_of_a_page_is_understood(page: str) -> None:
 @pytest.mark.parametrize(
     "command",
     ["pip install -e '.[tests]'", "python -m minispec.server --speculative-algo", "python bench.py --ful --batch",
-     "python -m minispec.train eagle4 --out x", "python -m benchmarks.latency --customers 8",
+     "python -m minispec.train eagle4 --out x", "python -m benchmarks.peers --customers 8",
      "python -m benchmarks.nothing", "python -m pytest tests/test_nothing.py"],
 )  # fmt: skip
 def test_a_wrong_command_is_not(command: str) -> None:

@@ -52,7 +52,7 @@ from minispec.load.machine import CACHE, own_compile_cache, temporary_cache
 
 logger = logging.getLogger("minispec")
 
-FORMAT = 3  # to be raised when what a file holds changes
+FORMAT = 4  # to be raised when what a file holds changes
 ENDING = ".code"  # of a file's name
 HEADERS = "headers"  # the folder of compiled headers, of 150 MB each
 BACKEND: Any = "inductor"  # of torch.compile
@@ -71,15 +71,20 @@ class DirectStep:
     def __init__(self, function: Step) -> None:
         self.function = function
         self.calls: weakref.WeakKeyDictionary[Key, dict[tuple, Step]] = weakref.WeakKeyDictionary()
+        self._at: int | None = None  # where the key is among the arguments
 
     def __call__(self, *args: Any) -> Any:
         """Return function(*args), the owner first; what the function writes is written in place."""
         if mode.eager:
             return self.function(*args)
-        key = next(arg for arg in args if isinstance(arg, Key))
+        if self._at is None:
+            self._at = next(at for at, arg in enumerate(args) if isinstance(arg, Key))
+        key: Key = args[self._at]
         if mode.outputs is not None:
             return self._rehearse(args, key, mode.outputs)
-        calls, given = self.calls.setdefault(key.original or key, {}), _given(args)
+        calls, given = self.calls.get(key.original or key), _given(args)
+        if calls is None:
+            calls = self.calls[key.original or key] = {}
         call = calls.get(given)
         if call is None:
             call = calls[given] = self._find(args, key).call
@@ -351,11 +356,17 @@ def prepare() -> None:
     mode.prepared = True
     os.environ.setdefault("TORCH_WARM_POOL", "0")  # processes that compile for CUDA alone
     from torch._dynamo import config as dynamo
+    from torch._dynamo import utils
     from torch._inductor import codecache, compile_fx, config, cpp_builder, cpu_vec_isa  # noqa: F401
 
     dynamo.enable_aot_compile = True  # the default since PyTorch 2.13
     # Every function is traced once, so what the operations of one trace tell the next is not worth keeping.
     dynamo.fake_tensor_cache_enabled = False
+    # At each call of a graph a profiler is told, and each size that is a symbol asked for, by functions that first have
+    # Dynamo look away: a fifth of a millisecond in thirty layers.
+    dynamo.record_runtime_overhead = False
+    for name in ("call_size", "call_stride"):
+        setattr(utils, name, inspect.unwrap(getattr(utils, name)))
     # Unset, it would be missing from the key, and code be made for another number of threads.
     config.cpp.threads = torch.get_num_threads()
     # PyTorch keeps compiled headers in a folder that all users share, and others could put code there.

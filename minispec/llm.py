@@ -15,8 +15,8 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any, cast
 
@@ -32,6 +32,7 @@ from minispec.scheduler import Scheduler, SchedulerOptions
 
 logger = logging.getLogger("minispec")
 Prompt = str | Sequence[int]
+Params = SamplingParams | Mapping[str, Any]  # a mapping has the fields of SamplingParams by their names
 
 
 class LLM:
@@ -101,9 +102,7 @@ class LLM:
         yield from self._build.try_out(self.scheduler.engine)
         self.scheduler.policy.restart(self.scheduler.engine.step_seconds)
 
-    def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> Any:
+    def generate(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None) -> Any:
         """Return objects like the answers of /generate (text, output_ids, meta_info), one per prompt, in their order.
 
         A prompt is a string or a list of token ids; a single prompt gives a single object. `params`: one for all
@@ -142,9 +141,14 @@ class LLM:
         self.scheduler.check()
         return texts
 
-    def request(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
+    def request(self, prompt: Prompt, params: Params | None = None) -> Request:
         """Make a request of a prompt; without params its limit is the default, or the room in the context if less."""
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(params, Mapping):
+            known = [member.name for member in fields(SamplingParams)]
+            if unknown := [name for name in params if name not in known]:
+                raise RequestError(f"{unknown[0]} must be one of {', '.join(known)}", unknown[0])
+            params = SamplingParams(**params)
         if params is not None and params.sampling_seed is None:
             params = replace(params, sampling_seed=self.config.seed)
         if params is None:

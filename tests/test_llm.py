@@ -20,6 +20,7 @@ from minispec.load.build import dtype_line
 from minispec.load.drafters import make_drafter
 from minispec.load.tokenizer import byte_tokenizer
 from minispec.model import Model
+from minispec.request import RequestError
 from minispec.serve.info import stats_of
 
 CONFIG = {
@@ -128,6 +129,15 @@ def test_a_threshold_below_one_is_said_and_reaches_verification(folder, caplog, 
     LLM(folder, **options, speculative_accept_threshold_acc=0.25).generate(prompt, params)
     assert set(calls) == {(1.0, 0.25)}
     assert "--speculative-accept-threshold-single 1, -acc 0.25: sampled output is no longer exact" in caplog.text
+
+
+def test_params_may_be_a_mapping_as_sglang_takes_them(folder) -> None:
+    llm = LLM(folder, **DUMMY)
+    params = SamplingParams(temperature=0.0, max_new_tokens=5)
+    both = llm.generate([[1, 2, 3]] * 2, [params, {"temperature": 0, "max_new_tokens": 5}])
+    assert both[0]["output_ids"] == both[1]["output_ids"]
+    with pytest.raises(RequestError, match="max_new_token must be one of max_new_tokens, min_new_tokens, .*, grammar$"):
+        llm.generate([1], {"max_new_token": 5})
 
 
 def test_what_is_wrong_with_a_head_is_one_line_that_names_a_flag(tmp_path, monkeypatch) -> None:

@@ -43,6 +43,9 @@ AT_START = "external"  # the id of the corpus that a flag names
 LEARNED = "learned"  # the id of the corpus of what an earlier server learned
 KEPT = 1_000_000  # tokens of requests that are kept to be saved, at most
 LONGEST_ID = 200  # characters of an id
+# Of the process that builds. A stream keeps nine tenths of its speed beside it, and it gets on: at 19 it did not, since
+# threads that wait for each other spin and leave the cores to it hardly ever.
+NICENESS = 15
 
 
 class Table(Protocol):
@@ -251,7 +254,7 @@ def documents_of(lines: IO[bytes], field: str) -> Iterator[str]:
 def main() -> int:
     """Build a corpus: FOLDER MOST FIELD, documents on standard input; print its number of tokens."""
     folder, most, field = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    os.nice(19)
+    os.nice(NICENESS)
     try:
         if (folder / "tokens.npy").exists():
             tokens = np.load(folder / "tokens.npy")

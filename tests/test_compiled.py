@@ -28,10 +28,13 @@ from test_engine import MODEL, eagle3
 from three_ways import ThreeWays
 from torch import Tensor, nn
 from torch._inductor import config as inductor
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.exc import InductorError
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from minispec.compiled import Key, NotMade, calling
+from minispec.cpu import joined
 from minispec.engine import Engine
 from minispec.load import files as files_module
 from minispec.load.files import DirectStep
@@ -107,6 +110,36 @@ def test_other_sizes_are_refused_and_another_layer_is_itself() -> None:
         torch.testing.assert_close(model.run_block(model.layers[1], x, rope, attend), near, atol=1e-3, rtol=1e-3)
         with pytest.raises(AssertionError, match="expected size 6==5|expected size 5==6"):
             model.run_block(model.layers[0], x[:, :5], rope, attend)
+
+
+@pytest.mark.parametrize("most", [1, joined.MOST])
+def test_kernels_that_are_compiled_together_have_the_bits_of_kernels_alone(most, tmp_path, monkeypatch) -> None:
+    files_module.prepare()  # so that compiled headers lie in the cache of all tests
+    monkeypatch.setenv(files_module.CACHE, str(tmp_path))
+    monkeypatch.setattr(joined, "MOST", most)
+    forget_graphs()
+    x, key = torch.randn(3, 40, generator=torch.Generator().manual_seed(1)), Numbered()
+    with torch.inference_mode():
+        found = DirectStep(three_kernels)(x, key)
+    torch.testing.assert_close(found, three_kernels(x, key))
+    BITS.setdefault("three kernels", found)
+    assert torch.equal(found, BITS["three kernels"])
+    assert len(list(tmp_path.rglob("*.main.cpp"))) == (3 if most == 1 else 1)
+
+
+BITS: dict[str, Tensor] = {}
+
+
+def three_kernels(x: Tensor, key: Key) -> Tensor:
+    """Compute something whose loops lie before, between and behind products."""
+    return ((x.sin() @ x.T).cos() @ x).exp() / key.number
+
+
+def test_a_release_that_differs_compiles_kernels_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = AsyncCompile.wait
+    monkeypatch.setattr(CppPythonBindingsCodeCache, "suffix_template", "another")
+    joined.join_kernels.__wrapped__()
+    assert AsyncCompile.wait is wait
 
 
 # ---- what a file takes for granted -----------------------------------------------------------------------------------

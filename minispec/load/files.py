@@ -1,20 +1,14 @@
 """Compiled functions: kept in files, loaded by every later process in a tenth of a second, and called directly.
 
-torch.compile finds its graph anew at every call. It checks what the graph takes for granted, its guards, and gathers
-the graph's inputs: some 100 microseconds a layer, a fifth of a plain step on a CPU. But between two steps of one shape
-only the activations change. So a `DirectStep` asks once for every layer and plan, and later calls go straight to the
-code, which refuses other sizes and strides and checks nothing else. One argument, the key (`compiled.Key`), stands for
-all that stays. What was found for it ends with it.
+torch.compile checks what a graph takes for granted, its guards, at every call: some 100 microseconds a layer, a fifth
+of a plain step on a CPU. But between two steps of one shape only the activations change. So a `DirectStep` asks once
+for every layer and plan, and later calls go straight to the code, which refuses other sizes and strides and checks
+nothing else. One argument, the key (`compiled.Key`), stands for all that stays. What was found for it ends with it.
 
-`aot_compile` compiles a function and runs nothing, so tensors may be fake. Guards become facts, which stand in the file
-beside the code: an expression over the function's arguments, and what it gave. They are checked before the code is
-called for new arguments (`Loaded.fits`), so a wrong file is never run. A file's name only has to find it: it holds what
-can be seen without tracing, and what facts do not show (`machine`). The source that was traced is known by checksum.
-
-A file is code, since loading unpickles. So the folder and all above it must be writable by this user or root alone, and
-so must the file. The folder lies in Inductor's own cache, where each file's machine code is.
-
-In a rehearsal a function gets its file, and runs eagerly once for each graph; later calls return what it returned then.
+Guards become facts, which stand in the file beside the code: an expression over the function's arguments, and what it
+gave. They are checked before the code is called for new arguments (`Loaded.fits`), so a wrong file is never run. A
+file's name only has to find it: it holds what can be seen without tracing, and what facts do not show (`machine`). A
+file is code, since loading unpickles, so nobody but this user and root may be able to write it (`trusted`).
 
 Read next: `model.py`, `beam.py` and `engine.py`, whose functions these are; `makers.py`, processes that make files.
 """
@@ -48,6 +42,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from minispec.compiled import Key, NotMade, Step, calling, mode
 from minispec.cpu import template
+from minispec.cpu.joined import join_kernels
 from minispec.load.machine import CACHE, own_compile_cache, temporary_cache
 
 logger = logging.getLogger("minispec")
@@ -372,6 +367,7 @@ def prepare() -> None:
     # PyTorch keeps compiled headers in a folder that all users share, and others could put code there.
     vars(codecache).update(_HEADER_DIR=str(folder() / HEADERS), _HEADER_LOCK_DIR=str(folder() / HEADERS / "locks"))
     template.lower()
+    join_kernels()
     if not has_compiler():  # what is in files is loaded all the same, if nothing asks the compiler
         loader, kinds = cast(Any, codecache.CppPythonBindingsCodeCache), cast(Any, cpu_vec_isa.VecISA)
         cpp_builder.get_cpp_compiler = codecache.get_cpp_compiler = lambda: "g++"

@@ -42,7 +42,7 @@ from minispec.config import Config
 from minispec.cuda.fp8 import use_fp8
 from minispec.drafter import Drafter
 from minispec.eagle import Eagle3Head, HeadConfig
-from minispec.engine import CAPTURED, Engine
+from minispec.engine import COMPILED, Engine
 from minispec.load import build
 from minispec.load.tree_shape import beam_shape
 from minispec.model import Model
@@ -134,7 +134,7 @@ def counted(drafts: bool, batch: int | None = 1, fp8: bool = False) -> dict[str,
         batch = batch or max(steps.captured)
         shape = max(engine.sizes.shapes_of(batch), key=lambda shape: shape.nodes)
         step = engine.decodes[batch, shape]
-        return {name: steps.launches(step, needs) for name, needs in (("greedy", GREEDY), ("sampled", CAPTURED[-1]))}
+        return {name: steps.launches(step, needs) for name, needs in (("greedy", GREEDY), ("sampled", COMPILED[-1]))}
 
 
 def over_budget(drafts: bool, found: Mapping[str, Counter[str]]) -> list[str]:

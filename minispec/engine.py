@@ -46,10 +46,10 @@ from minispec.verify import Accept, Trees, Verdict
 
 logger = logging.getLogger("minispec")
 
-# The code around the blocks (`_before_blocks`, `_after_blocks`) may be compiled for these sets of needs. Each includes
-# the one before it, so a batch takes the first that covers its needs; options that no request uses are then neutral.
+# The code around the blocks (`_before_blocks`, `_after_blocks`) may be compiled, and steps captured as CUDA graphs, for
+# these sets of needs. Each includes the one before it, so a batch takes the first that covers its needs; options that
+# no request uses are then neutral.
 COMPILED = (GREEDY, TEMPERED, EVERYTHING)
-CAPTURED = COMPILED  # steps with one of these sets of needs are captured as CUDA graphs
 
 
 @dataclass
@@ -272,7 +272,7 @@ class Engine:
 
     def run(self, step: DecodeBuffers | PrefillBuffers, needs: Needs, asked: AskedStep | None = None) -> bool:
         """Run a step, or replay a CUDA graph for its needs or more if there is one; return whether one was replayed."""
-        graphs = (self.graphs.get((step, covering)) for covering in CAPTURED if needs <= covering)
+        graphs = (self.graphs.get((step, covering)) for covering in COMPILED if needs <= covering)
         graph = None if asked is not None else next(filter(None, graphs), None)
         with self.link.led(step, asked, graph is not None), within_step(step):
             self.run_here(step, needs, graph, asked)

@@ -27,7 +27,7 @@ from minispec import SamplingParams
 from minispec.beam import BeamDrafter
 from minispec.buffers import PrefillBuffers
 from minispec.cuda.graphs import capture
-from minispec.engine import CAPTURED, Engine
+from minispec.engine import COMPILED, Engine
 from minispec.kv import PagedKV
 from minispec.request import Logprobs, Request
 from minispec.sampling import EVERYTHING, GREEDY, TEMPERED, Needs, SamplingState
@@ -47,7 +47,7 @@ class Replays:
         """Return the step with the comparison around it."""
 
         def compared(buffers: Any, needs: frozenset[str]) -> None:
-            covering = next(covering for covering in CAPTURED if needs <= covering)
+            covering = next(covering for covering in COMPILED if needs <= covering)
             if (buffers, covering) not in self.recordings:
                 with Recording() as recording:
                     step(buffers, covering)
@@ -115,7 +115,7 @@ def test_replays_serve_requests_of_every_kind_one_after_the_other_and_beside_eac
                 for i, wishes in enumerate(KINDS)]  # fmt: skip
     replays = replayed(name, requests)
     assert_exact(SUBJECTS[name], requests)
-    assert {needs for _, needs in replays.recordings} == set(CAPTURED)
+    assert {needs for _, needs in replays.recordings} == set(COMPILED)
     assert len(replays.compared) > 5, "more sets of needs than graphs"
 
 
@@ -138,7 +138,7 @@ def test_a_step_is_replayed_by_the_least_graph_that_serves_its_needs(monkeypatch
 
     steps = [(engine.decode, buffers) for buffers in engine.decodes.values()]
     steps += [(engine.prefill_step, buffers) for buffers in engine.prefills.values()]
-    engine.graphs = {(buffers, needs): Graph(step, buffers, needs) for step, buffers in steps for needs in CAPTURED}
+    engine.graphs = {(buffers, needs): Graph(step, buffers, needs) for step, buffers in steps for needs in COMPILED}
     top_p = {"temperature": 1.0, "top_p": 0.8}
     for wishes, least in (({}, GREEDY), ({"temperature": 1.0}, TEMPERED), (top_p, EVERYTHING),
                           ({"frequency_penalty": 1.0}, EVERYTHING), ({"logprobs": Logprobs()}, None)):  # fmt: skip
@@ -161,7 +161,7 @@ def test_a_step_whose_capture_fails_runs_uncaptured(caplog: pytest.LogCaptureFix
     ]
     steps = {step.name: step for step in (*engine.decodes.values(), engine.prefills[engine.sizes.prefill_sizes[0]])}
     failed = steps.pop(name)
-    wanted = {(step, needs) for step in steps.values() for needs in CAPTURED
+    wanted = {(step, needs) for step in steps.values() for needs in COMPILED
               if needs != TEMPERED or getattr(step, "batch", 1) == 1}  # fmt: skip
     assert {*engine.graphs} == wanted, "several requests have no graph for a temperature alone"
     requests = SUBJECTS["standalone-tree"].requests(max_new_tokens=10)[:4]

@@ -27,7 +27,7 @@ import minispec.asked.grammar as grammar_module
 import minispec.asked.steps as asked_module
 from minispec.asked.grammar import Constraint, Constraints, Grammars, Stuck, mask
 from minispec.drafter import Plain
-from minispec.engine import CAPTURED
+from minispec.engine import COMPILED
 from minispec.load.tokenizer import Detokenizer, load_tokenizer
 from minispec.model import Model
 from minispec.request import Finish, Grammar, Logprobs, Request, RequestError, SamplingParams, Thought
@@ -279,7 +279,7 @@ def test_a_constrained_step_is_captured_by_no_graph() -> None:
             raise AssertionError("replayed")
 
     for buffers in (*engine.decodes.values(), *engine.prefills.values()):
-        engine.graphs |= {(buffers, needs): Graph() for needs in CAPTURED}
+        engine.graphs |= {(buffers, needs): Graph() for needs in COMPILED}
     requests = ten_requests()[:2]
     run(scheduler, requests)
     assert_valid(requests)

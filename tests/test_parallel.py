@@ -64,7 +64,7 @@ from minispec.cpu.template import reason_against
 from minispec.cuda.graphs import capture
 from minispec.drafter import Plain
 from minispec.eagle import Eagle3Head
-from minispec.engine import CAPTURED
+from minispec.engine import COMPILED
 from minispec.experts import Experts
 from minispec.load.architectures import read_model_config
 from minispec.load.build import load_model
@@ -231,7 +231,7 @@ def test_what_one_rank_cannot_capture_or_replay_none_does(pair: Pair, caplog: py
         capture(engine, (1, 2), lambda line: None)
     assert [r.getMessage() for r in caplog.records] == [
         f"{fails} runs uncaptured, since its capture failed: on another rank"]  # fmt: skip
-    assert fails not in {step.name for step, _ in engine.graphs} and len(engine.graphs) == 4 * len(CAPTURED) - 1
+    assert fails not in {step.name for step, _ in engine.graphs} and len(engine.graphs) == 4 * len(COMPILED) - 1
     requests = wanted()
     for together in (requests[:1], requests[1:2], requests[2:3], requests[3:], again := wanted()):
         run(scheduler, together)  # in steps that are captured, or not on any rank, or are not replayed for such wishes

@@ -25,7 +25,7 @@ from minispec.beam import BeamDrafter
 from minispec.cpu.gather import PagedGather
 from minispec.drafter import Drafter, Plain
 from minispec.eagle import Eagle3Head
-from minispec.engine import CAPTURED, Engine
+from minispec.engine import COMPILED, Engine
 from minispec.load.files import DirectStep, tuning
 from minispec.model import Block
 from minispec.sampling import GREEDY
@@ -96,7 +96,7 @@ def swapped(fresh: Scheduler, scheduler: Scheduler, low: tuple[float, float]) ->
     sampled = {"temperature": 1.2}
     exact, wanted = served(scheduler, **sampled), served(fresh, **sampled)
     assert exact != wanted and "_after_blocks" in ran, "thresholds so low change tokens"
-    engine.graphs = {(step, needs): None for step in engine.decodes.values() for needs in CAPTURED}
+    engine.graphs = {(step, needs): None for step in engine.decodes.values() for needs in COMPILED}
     scheduler.engine.set_thresholds(low)
     assert {needs for _, needs in engine.graphs} == {GREEDY}, "of decode steps, greedy graphs alone are as they were"
     engine.graphs.clear()

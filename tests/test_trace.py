@@ -19,7 +19,7 @@ from test_server import Running, native
 from test_standalone import MODEL, near
 
 from minispec.asked.answers import Telling
-from minispec.engine import CAPTURED
+from minispec.engine import COMPILED
 from minispec.explain import LEGEND, PARTS, Screen, explain, tree_lines
 from minispec.request import Request, Trace
 from minispec.sampling import gumbel
@@ -112,7 +112,7 @@ def test_a_watched_step_is_none_of_the_captured_ones() -> None:
     engine = scheduler.engine
     replayed = []
     graph = SimpleNamespace(replay=lambda: replayed.append(1))
-    engine.graphs = {(step, needs): graph for step in engine.decodes.values() for needs in CAPTURED}
+    engine.graphs = {(step, needs): graph for step in engine.decodes.values() for needs in COMPILED}
     watched = request("watched", [1, 2], max_new_tokens=4)
     watched.trace = Trace()
     run(scheduler, [watched])

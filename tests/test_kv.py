@@ -62,11 +62,6 @@ def test_refused_calls_change_nothing() -> None:
     assert kv.free == free
 
 
-@pytest.mark.parametrize(("rows", "pages"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2), (29, 8)])
-def test_pages_for_rounds_up(rows: int, pages: int) -> None:
-    assert make(page=4).pages_for(rows) == pages
-
-
 def test_table_and_its_inverse_agree_after_any_maps_and_unmaps() -> None:
     kv, rng = make(rows=24, slots=5), random.Random(0)
     held: dict[int, list[int]] = {slot: [] for slot in range(1, 5)}
@@ -91,28 +86,12 @@ def test_table_and_its_inverse_agree_after_any_maps_and_unmaps() -> None:
     assert not kv.table[0].any() and (kv.logical[0] == -1).all(), "slot 0 is padding"
 
 
-def test_two_slots_may_share_a_page() -> None:
-    kv = make()
-    pages = kv.allocate(3)
-    kv.map(1, 0, pages[:2])
-    kv.map(2, 0, [pages[0], pages[2]])
-    kv.unmap(1)
-    assert kv.table[2, :2].tolist() == [pages[0], pages[2]] and kv.logical[2, pages[0]] == 0
-
-
 def test_layers_are_views_of_one_pool() -> None:
     kv = make()
     for layer in range(3):
         for offset, view in enumerate(kv.layer(layer)):
             assert view.shape == (1, 2, PAGES * 4, 2)
             assert view.data_ptr() == kv.pool[2 * layer + offset].data_ptr()
-
-
-def test_bytes_per_page_is_what_a_page_takes() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        kv = make(dtype=dtype)
-        size = KVShape(3, 2, 2).bytes(4, dtype)
-        assert size * PAGES == kv.pool.numel() * kv.pool.element_size()
 
 
 def test_rows_follow_the_table_and_padding_lies_in_the_trash_page() -> None:
@@ -176,13 +155,3 @@ def test_compact_equals_a_copy_row_by_row(page: int) -> None:
         )
         assert torch.equal(kv.pool[:, :, page:], want[:, :, page:])
     assert moved > 20
-
-
-def test_compact_may_write_a_row_that_it_reads() -> None:
-    """The path 0, 2, 3 from row 2: row 4 is read as node 2 and written as node 3."""
-    kv = make()
-    pages = seat(kv, random.Random(3), [1], 28)[1]
-    want = compacted(kv, pages, 2, [0, 2, 3])
-    kv.compact(torch.tensor([1]), torch.tensor([2]), torch.tensor([[0, 2, 3]]), torch.tensor([3]))
-    assert torch.equal(kv.pool[:, :, 4:], want[:, :, 4:])
-    assert not torch.equal(want, make().pool)

@@ -126,15 +126,6 @@ def fill(cache: PrefixCache, ids: list[int], first_page: int) -> list[Node]:
     return path
 
 
-def test_lookahead_tokens_are_part_of_the_key() -> None:
-    cache = PrefixCache(PAGE, lookahead=1)
-    path = fill(cache, [1, 2, 3, 4], 7)
-    assert [node.page for node in path] == [7], "the second page's lookahead is not known yet"
-    assert [node.page for node in cache.match([1, 2, 3, 9], 4)] == [7]
-    assert cache.match([1, 2, 9, 9], 4) == [], "the token after the page differs"
-    assert cache.match([1, 2], 2) == [], "the token after the page is not known"
-
-
 def test_disabled_cache_keeps_and_finds_nothing() -> None:
     cache = PrefixCache(PAGE, enabled=False)
     assert fill(cache, [1, 2, 3, 4], 7) == [] and cache.match([1, 2, 3, 4], 4) == []

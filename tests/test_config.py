@@ -210,6 +210,8 @@ def test_speculation_is_on_for_the_default_model_only() -> None:
         ("--quantization w8a8_int8", "--quantization must be one of int8, int4, gguf, fp8, got 'w8a8_int8'"),
         ("--speculative-draft-model-quantization int8", "must be one of fp8, unquant, got 'int8'"),
         ("--ssl-keyfile /nowhere/k.pem", "--ssl-keyfile must be a file, got '/nowhere/k.pem'"),
+        (f"--ssl-keyfile {__file__}", "--ssl-keyfile needs --ssl-certfile"),
+        (f"--ssl-certfile {__file__}", "--ssl-certfile needs --ssl-keyfile"),
         ("--ssl-ca-certs c.pem", "told apart by keys"),
         ("--lora-paths a", "adapters are not supported"),
         ("--kv-cache-dtype fp8_e5m2", "auto is accepted"),

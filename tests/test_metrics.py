@@ -297,16 +297,6 @@ def test_the_log_of_requests_has_what_differs_from_the_defaults_and_no_text(
     assert "secret" not in caplog.text
 
 
-@pytest.mark.parametrize(("given", "said"), [
-    ({"ssl_keyfile": __file__}, "--ssl-keyfile needs --ssl-certfile"),
-    ({"ssl_certfile": __file__}, "--ssl-certfile needs --ssl-keyfile"),
-    ({"ssl_certfile": "/nowhere", "ssl_keyfile": __file__}, "--ssl-certfile must be a file, got '/nowhere'"),
-])  # fmt: skip
-def test_half_a_pair_for_tls_is_refused(given: dict[str, str], said: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(said)):
-        Config(**given)
-
-
 def test_files_that_are_no_certificate_end_the_start_with_one_line() -> None:
     from minispec.serve.auth import Auth
 

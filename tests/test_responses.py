@@ -427,16 +427,3 @@ def test_a_stream_has_the_text_of_the_whole_answer_and_that_of_the_chat(served: 
     assert (usage["input_tokens"], usage["output_tokens"]) == (said["usage"]["prompt_tokens"], 60)
     assert usage["input_tokens_details"]["cached_tokens"] > 0
     assert events[0]["response"]["id"] == events[-1]["response"]["id"]
-
-
-def test_errors_of_the_engine_name_the_fields_of_a_response(served: Running) -> None:
-    for body, param, says in (
-        ({"input": "a", "max_output_tokens": -2}, "max_output_tokens", "max_output_tokens"),
-        ({"input": "long " * 1500}, "input", "tokens"),
-        ({"input": "a", "text": {"format": {"type": "json_schema", "name": "n", "schema": {"not": {}}}}},
-         "text.format", "text.format cannot be used"),
-        ({"input": "a", "tools": TOOLS}, "tools", "chat template"),
-    ):  # fmt: skip
-        status, answer, _ = served.call("/v1/responses", body)
-        assert (status, answer["error"]["param"]) == (400, param), answer
-        assert says in answer["error"]["message"]

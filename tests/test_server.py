@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import gzip
 import http.client
 import json
 import os
@@ -539,16 +538,20 @@ def test_no_field_of_a_wrong_type_gets_past_the_server_or_hurts_it(served: Runni
 
 
 def test_errors_of_the_engine_name_the_client_s_own_field(served: Running) -> None:
+    no_form = {"format": {"type": "json_schema", "name": "n", "schema": {"not": {}}}}
+    tool = {"type": "function", "name": "clock"}  # of which the chat template knows nothing
     for path, body, param in (
         ("/v1/chat/completions", chat(max_tokens=None, max_completion_tokens=-2), "max_completion_tokens"),
         ("/v1/completions", {"prompt": "a", "max_tokens": -2}, "max_tokens"),
         ("/generate", native(max_new_tokens=-2), "max_new_tokens"),
-        ("/generate", {"input_ids": [5] * 2000}, "input_ids"), ("/generate", {"text": "a " * 2000}, "text"),
-        ("/v1/chat/completions", chat("a " * 2000), "messages"),
+        ("/v1/responses", {"input": "a", "max_output_tokens": -2}, "max_output_tokens"),
+        ("/v1/responses", {"input": "a", "text": no_form}, "text.format"),
+        ("/v1/responses", {"input": "a", "tools": [tool]}, "tools"), ("/v1/chat/completions", chat(top_p=0), "top_p"),
+        ("/v1/chat/completions", chat(min_tokens=-1), "min_tokens"), ("/v1/chat/completions", chat(stop=[""]), "stop"),
+        ("/v1/chat/completions", chat(logit_bias={"1": 1e30}), "logit_bias"),
     ):  # fmt: skip
         status, answer, _ = served.call(path, body)
-        assert (status, answer["error"]["param"]) == (400, param), answer
-        assert param in answer["error"]["message"] or param in ("input_ids", "text", "messages")
+        assert (status, answer["error"]["param"]) == (400, param) and param in answer["error"]["message"], answer
 
 
 def test_a_limit_beyond_the_context_is_clamped_unless_the_server_is_strict(
@@ -578,14 +581,14 @@ def test_a_limit_beyond_the_context_is_clamped_unless_the_server_is_strict(
 
 def test_the_sentence_about_a_prompt_that_does_not_fit_has_both_counts(served: Running) -> None:
     """Agents look for these words to shorten their conversations; where the pool is the limit, it says so."""
-    for path, body in (
-        ("/v1/completions", {"prompt": [5] * 1100}),
-        ("/generate", {"input_ids": [5] * 1100}),
-        ("/v1/responses", {"input": "a " * 1100}),
-        ("/v1/chat/completions", chat("a " * 1100)),
-    ):
+    for path, body, param in (
+        ("/v1/completions", {"prompt": [5] * 1100}, "prompt"), ("/generate", {"input_ids": [5] * 1100}, "input_ids"),
+        ("/generate", {"text": "a " * 1100}, "text"), ("/v1/responses", {"input": "a " * 1100}, "input"),
+        ("/v1/chat/completions", chat("a " * 1100), "messages"),
+    ):  # fmt: skip
         status, answer, _ = served.call(path, body)
-        assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+        assert (status, answer["error"]["param"]) == (400, param)
+        assert answer["error"]["code"] == "context_length_exceeded"
         said = re.search(r"\((\d+) tokens\) is longer than the model's context length \(1024 tokens\)",
                          answer["error"]["message"])  # fmt: skip
         assert said and int(said[1]) >= 1100
@@ -604,13 +607,10 @@ def test_failures_of_the_framework_are_wrapped_too(served: Running) -> None:
     cases = [
         (served.call("/nope"), 404), (served.call("/generate", {}, "DELETE"), 405),
         (served.call("/generate", b" " * (17 * 2**20)), 413),
-        (served.call("/generate", b"junk", headers={"Content-Encoding": "gzip"}), 400),
     ]  # fmt: skip
     for (status, body, headers), expected in cases:
         assert status == expected and body["error"]["message"], body
         assert headers["x-request-id"]
-    packed = gzip.compress(json.dumps(native()).encode())
-    assert served.call("/generate", packed, headers={"Content-Encoding": "gzip"})[0] == 200
     assert served.call("/health", headers={"x-request-id": "mine-1"})[2]["x-request-id"] == "mine-1"
 
 
@@ -775,8 +775,7 @@ def test_until_it_is_ready_the_server_says_so_and_only_health_is_open(tiny: Path
         for path, wish in (("/v1/chat/completions", chat()), ("/v1/completions", {}), ("/generate", native())):
             assert running.call(path, wish, headers=key)[0] == 503
             assert running.call(path, wish)[0] == 401
-            for wrong in ("Bearer ", "Bearer s\xe9cret", "secret", "Bearer secret2"):
-                assert running.call(path, wish, headers={"Authorization": wrong})[0] == 401
+            assert running.call(path, wish, headers={"Authorization": "Bearer secret2"})[0] == 401
         assert running.call("/nope")[0] == 401
         gate.set()
         ready(running)

@@ -58,18 +58,6 @@ def forced(drafter: Drafter, **how: object) -> Scheduler:
     return scheduler
 
 
-@pytest.mark.slow
-def test_greedy_and_sampled_batches_have_a_graph_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trace_only(monkeypatch, tmp_path)  # Inductor's code is compared with eager functions below
-    scheduler = build(MODEL, Plain(), host_looks=False, running=1, pages=PAGES)
-    scheduler.engine.compile_small(DirectStep, lambda batch, nodes: True)
-    for temperature in (0.0, 1.0, 0.0, 1.0):
-        requests = [request("r", [3, 14, 15, 9, 2, 6], max_new_tokens=8, temperature=temperature, sampling_seed=3)]
-        run(scheduler, requests)
-        assert requests[0].output_ids == reference(MODEL, requests[0])
-    assert [len(calls) for calls in scheduler.engine.small.compiled[1].calls.values()] == [2]
-
-
 def swapped(fresh: Scheduler, scheduler: Scheduler, low: tuple[float, float]) -> list[str]:
     """Serve sampled requests exactly, then under thresholds set after a warm-up; returns what ran compiled then.
 

@@ -293,39 +293,32 @@ def test_template_comes_from_argument_file_and_config_in_that_order(demo_folder:
         load_tokenizer(tmp_path, "{{ 1 }}\n{% if %}")
 
 
-TURNS = [{"role": role, "content": text} for role, text in (("user", "Hi"), ("assistant", "Yes"), ("user", "2+2?"))]
-RULES = {"role": "system", "content": "Be brief."}
+SPOKEN = [("user", "Hi"), ("assistant", "Yes"), ("user", "2+2?")]
+HELPED, RULED = ([("system", rule), *SPOKEN] for rule in ("You are a helpful assistant.", "Be brief."))
+TURNS, WITH_RULES = ([{"role": role, "content": text} for role, text in turns] for turns in (SPOKEN, RULED))
 VICUNA = (
     "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
     "and polite answers to the user's questions."
 )
-NAMED_FORMATS = {  # the prompts of TURNS, without a system message and with one, written out
-    "chatml": (
-        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
-        "<|im_start|>assistant\nYes<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n",
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
-        "<|im_start|>assistant\nYes<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n",
-    ),
-    "llama-2": (
-        "<s>[INST] Hi [/INST] Yes </s><s>[INST] 2+2? [/INST]",
-        "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST] Yes </s><s>[INST] 2+2? [/INST]",
-    ),
-    "llama-3-instruct": (
-        "<s><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
-        "Yes<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n2+2?<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n",
-        "<s><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
-        "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nYes<|eot_id|>"
-        "<|start_header_id|>user<|end_header_id|>\n\n2+2?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
-    ),
-    "vicuna_v1.1": (
-        f"<s>{VICUNA} USER: Hi ASSISTANT: Yes</s>USER: 2+2? ASSISTANT:",
-        "<s>Be brief. USER: Hi ASSISTANT: Yes</s>USER: 2+2? ASSISTANT:",
-    ),
-}
-NAMED_FORMATS["hermes"] = NAMED_FORMATS["chatml"]
-_header = NAMED_FORMATS["llama-3-instruct"][1]  # without a system message there is one all the same
-NAMED_FORMATS["llama3-json"] = (_header.replace("Be brief.", "You are a helpful assistant."), _header)
+
+
+def as_chatml(turns: Sequence[tuple[str, str]]) -> str:
+    return "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns) + "<|im_start|>assistant\n"
+
+
+def as_llama3(turns: Sequence[tuple[str, str]]) -> str:
+    head = "<|start_header_id|>{}<|end_header_id|>\n\n".format
+    return "<s>" + "".join(f"{head(role)}{text}<|eot_id|>" for role, text in turns) + head("assistant")
+
+
+NAMED_FORMATS = {  # the prompts of TURNS, without a system message and with one, as they are published
+    "chatml": (as_chatml(HELPED), as_chatml(RULED)), "hermes": (as_chatml(HELPED), as_chatml(RULED)),
+    "llama-3-instruct": (as_llama3(SPOKEN), as_llama3(RULED)), "llama3-json": (as_llama3(HELPED), as_llama3(RULED)),
+    "llama-2": ("<s>[INST] Hi [/INST] Yes </s><s>[INST] 2+2? [/INST]",
+                "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST] Yes </s><s>[INST] 2+2? [/INST]"),
+    "vicuna_v1.1": (f"<s>{VICUNA} USER: Hi ASSISTANT: Yes</s>USER: 2+2? ASSISTANT:",
+                    "<s>Be brief. USER: Hi ASSISTANT: Yes</s>USER: 2+2? ASSISTANT:"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -339,7 +332,7 @@ def test_a_named_template_writes_its_published_format_and_its_end_of_turn_ends_a
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = load_tokenizer(tmp_path, name)
     plain, ruled = NAMED_FORMATS[name]
-    assert tokenizer.chat.render(TURNS) == plain and tokenizer.chat.render([RULES, *TURNS]) == ruled
+    assert tokenizer.chat.render(TURNS) == plain and tokenizer.chat.render(WITH_RULES) == ruled
     assert tokenizer.eos_ids == {3, tokenizer.token_id(end)}
     open_end = tokenizer.chat.render(TURNS[:2], add_generation_prompt=False, continue_final_message=True)
     assert open_end.endswith("Yes") and plain.startswith(open_end)

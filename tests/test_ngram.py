@@ -226,6 +226,9 @@ def test_drafts_equal_the_slow_tries_for_interleaved_requests() -> None:
             assert draft.tokens[0] == text.tokens[-1] and len(draft.tokens) <= options.nodes
             assert paths_of(draft) == set(expected)
             assert max(map(len, expected), default=0) <= drafter.depth
+            assert drafter.nodes == options.nodes and drafter.depth == min(
+                options.nodes - 1, options.branch_length - low
+            )
             compared += 1
             nonempty += bool(expected)
     assert compared > 1500 and nonempty > compared // 2
@@ -393,21 +396,6 @@ def test_the_likeliest_of_many_children_are_among_the_newest() -> None:
 
 
 # ---- flags
-
-
-def test_branch_length_bounds_how_far_a_match_continues() -> None:
-    for length in (4, 5, 9):
-        options = replace(SMALL, branch_length=length, nodes=20)
-        drafter = drafter_with(options, [range(10)])
-        assert drafted(drafter, [0]) == chain(*range(1, length))
-        assert drafter.depth == length - 1
-
-
-def test_nodes_bound_the_draft_root_included() -> None:
-    for nodes in (1, 2, 4):
-        drafter = drafter_with(replace(SMALL, nodes=nodes), [range(10)])
-        assert drafted(drafter, [0]) == chain(*range(1, nodes))
-        assert (drafter.nodes, drafter.depth) == (nodes, nodes - 1)
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,7 @@ class DirectStep:
             return found
 
     def _rehearse(self, args: Sequence[Any], key: Key, outputs: dict[Any, Any]) -> Any:
+        """Have a file made; run eagerly, once for each graph, and return later what was returned then."""
         at: tuple[Any, Any] = (NotMade, (self.function, _name(args)))  # if another process makes it
         with suppress(NotMade):
             at = (id(self._find(args, key)), _name(args))

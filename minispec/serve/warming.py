@@ -72,7 +72,7 @@ class Warming:
         Yields whether anything was done. Else the processes call `wake` when there is.
         """
         while self.todo and not self.failed:
-            ended = self._ended
+            ended = self.makers is None or self.makers.ended.is_set()
             step = next((step for step in self.todo if self.makers is None or step.name in self.makers.made), None)
             if step is None:
                 if self.makers is not None and ended:  # without having made everything
@@ -96,7 +96,7 @@ class Warming:
                 self.failed = f"{step.name} was compiled, and is in no file"
             yield True
         self.stop()
-        while not self._ended:
+        while self.makers is not None and not self.makers.ended.is_set():
             yield False  # until they are gone, times of steps are not those to come
         if self.failed:
             logger.error("%d of %d kinds of steps stay eager, since compiling failed: %s", len(self.todo), self.total,
@@ -107,10 +107,6 @@ class Warming:
         yield True
         for _ in self.llm.try_out():
             yield True
-
-    @property
-    def _ended(self) -> bool:
-        return self.makers is None or self.makers.ended.is_set()
 
     def _start_makers(self) -> None:
         self.llm.move_weights()  # for these minutes, so that it need not wait for the last graph

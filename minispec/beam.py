@@ -93,14 +93,19 @@ def rerank(candidates: Candidates, root: Tensor, nodes: int, scores: Tensor | No
     )
 
 
-def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities fp32 and ids of the `count` likeliest tokens, each [..., count], from logits [..., V].
+def likeliest(
+    logits: Tensor, count: int, batch: Batch | None, positions: Tensor, token_map: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities fp32 and target ids of the `count` likeliest tokens, each [B, K, count].
+
+    batch: whose picks' noise is added first (`couple`, which has the other arguments); None: no noise.
 
     Logits with NaN or infinity give NaN probabilities, which a sort puts first. Children with such a score would then
     enter the tree without their parents, so they get -inf.
     """
+    logits = logits if batch is None else couple(logits, batch, positions, token_map)
     scores, ids = logits.float().log_softmax(-1).topk(count, dim=-1)
-    return scores.masked_fill(scores.isnan(), -torch.inf), ids
+    return scores.masked_fill(scores.isnan(), -torch.inf), ids if token_map is None else token_map[ids]
 
 
 def couple(logits: Tensor, batch: Batch, positions: Tensor, token_map: Tensor | None) -> Tensor:
@@ -119,36 +124,30 @@ def couple(logits: Tensor, batch: Batch, positions: Tensor, token_map: Tensor | 
     return torch.where(t > 0, score / t.clamp(min=GREEDY_BELOW), logits)
 
 
-ToTarget = Callable[[Tensor], Tensor]  # maps draft ids to target ids
-
-
-def sprout(logits: Tensor, state: Tensor, topk: int, width: int, to_target: ToTarget) -> tuple[Candidates, Frontier]:
+def sprout(scores: Tensor, tokens: Tensor, state: Tensor, width: int) -> tuple[Candidates, Frontier]:
     """Return the K likeliest children of the root, as candidates and as the first frontier.
 
-    logits [B, Vd] and state [B, H]: the head's output at the root. topk: K. width: W, the number of scratch rows.
+    scores, tokens [B, K]: from `likeliest`. state [B, H]: the head's output at the root. width: W, the scratch rows.
     """
-    batch = logits.shape[0]
-    scores, ids = likeliest(logits, topk)
-    tokens = to_target(ids)
+    batch, topk = tokens.shape
     # `repeat`, not `expand`: the strides must be those of later rounds, or another graph would be needed.
-    index = torch.arange(topk, device=ids.device).repeat(batch, 1)
-    visible = torch.eye(topk, width, dtype=torch.bool, device=ids.device).repeat(batch, 1, 1)
+    index = torch.arange(topk, device=tokens.device).repeat(batch, 1)
+    visible = torch.eye(topk, width, dtype=torch.bool, device=tokens.device).repeat(batch, 1, 1)
     frontier = Frontier(tokens, state[:, None].repeat(1, topk, 1), scores, index, visible)
     # Copies, since no tensor may stand for two arguments of a compiled function.
     return Candidates(tokens.clone(), scores.clone(), torch.full_like(index, -1)), frontier
 
 
 def branch(
-    round_: Tensor, frontier: Frontier, logits: Tensor, states: Tensor, to_target: ToTarget
+    round_: Tensor, frontier: Frontier, scores: Tensor, tokens: Tensor, states: Tensor
 ) -> tuple[Candidates, Frontier]:
     """Return the K likeliest children of each node of a frontier, and the K best of them all as the next frontier.
 
-    round_ [] int64: the number of the frontier, 1 for the root's children. logits [B, K, Vd] and states [B, K, H]: the
-    head's output at the frontier.
+    round_ [] int64: the number of the frontier, 1 for the root's children. scores, tokens [B, K, K]: each node's
+    children from `likeliest`. states [B, K, H]: the head's output at the frontier.
     """
     topk, width = frontier.tokens.shape[1], frontier.visible.shape[-1]
-    scores, ids = likeliest(logits, topk)
-    scores, tokens = (frontier.scores[..., None] + scores).flatten(1), to_target(ids).flatten(1)
+    scores, tokens = (frontier.scores[..., None] + scores).flatten(1), tokens.flatten(1)
     best, flat = scores.topk(topk, dim=-1)
     parent = flat // topk
     row = torch.arange(width, device=flat.device) - round_ * topk
@@ -269,16 +268,15 @@ class BeamDrafter(Drafter):
     def _open(self, beam: Beam, batch: Batch) -> tuple[Candidates, Frontier, Inputs | None]:
         """Propose the root's children; return them as candidates and as the first frontier, with its inputs."""
         state = self.state[batch.slots]
-        logits = self._couple(self.network.logits(state)[:, None], batch, 0)[:, 0]
-        found, frontier = sprout(logits, state, self.topk, self.window, self._to_target)
+        scores, tokens = self._children(self.network.logits(state)[:, None], batch, 0)
+        found, frontier = sprout(scores[:, 0], tokens[:, 0], state, self.window)
         return found, frontier, self._inputs(beam, batch, self._rounds[1], frontier)
 
     def _round(
         self, beam: Beam, batch: Batch, number: Tensor, frontier: Frontier, states: Tensor
     ) -> tuple[Candidates, Frontier, Inputs | None]:
         """Propose the children of frontier `number`; return them as candidates, the next frontier and its inputs."""
-        logits = self._couple(self.network.logits(states), batch, number)
-        found, frontier = branch(number, frontier, logits, states, self._to_target)
+        found, frontier = branch(number, frontier, *self._children(self.network.logits(states), batch, number), states)
         return found, frontier, self._inputs(beam, batch, number + 1, frontier)
 
     def _shallow(self, beam: Beam, batch: Batch, found: Candidates) -> DraftTree:
@@ -300,9 +298,9 @@ class BeamDrafter(Drafter):
         the other.
         """
         number = self._rounds[beam.rounds - 1]
-        logits = self._couple(self.network.logits(states), batch, number)
+        children = self._children(self.network.logits(states), batch, number)
         # Not `+=`: Dynamo of torch 2.11 adds no named tuple to a tuple.
-        found = (*found, *branch(number, frontier, logits, states, self._to_target)[0])
+        found = (*found, *branch(number, frontier, *children, states)[0])
         fields = len(Candidates._fields)
         candidates = Candidates(*(torch.cat(found[field::fields], dim=1) for field in range(fields)))
         return rerank(candidates, batch.root, beam.nodes, batch.scores)
@@ -342,10 +340,7 @@ class BeamDrafter(Drafter):
             self._attends[plan] = self.attend_kind(self.kv, plan, self.kv_shape[0])
         return self._attends[plan]
 
-    def _couple(self, logits: Tensor, batch: Batch, depth: int | Tensor) -> Tensor:
-        """Return the logits [B, K, Vd] of nodes at `depth`, coupled if `coupled` is set."""
-        positions = (batch.lens + depth + 1)[:, None]
-        return couple(logits, batch, positions, self.network.token_map) if self.coupled else logits
-
-    def _to_target(self, ids: Tensor) -> Tensor:
-        return ids if self.network.token_map is None else self.network.token_map[ids]
+    def _children(self, logits: Tensor, batch: Batch, depth: int | Tensor) -> tuple[Tensor, Tensor]:
+        """Return scores and target ids of the K likeliest children of nodes at `depth`; logits [B, K, Vd]."""
+        noise, positions = batch if self.coupled else None, (batch.lens + depth + 1)[:, None]
+        return likeliest(logits, self.topk, noise, positions, self.network.token_map)

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from minispec.attention import AttendKind, Plan, with_windows, write_rows
-from minispec.beam import Candidates, couple, likeliest, rerank
+from minispec.beam import Candidates, likeliest, rerank
 from minispec.compiled import Compiler, Key, Small
 from minispec.drafter import Batch, Committed, Drafter, TreeSize
 from minispec.eagle import DraftHead, HeadConfig
@@ -206,13 +206,10 @@ class DFlashDrafter(Drafter):
 
     def _close(self, step: Pass, batch: Batch, states: Tensor) -> DraftTree:
         """Return the tree of the likeliest paths; states [B, S, d]: the network's output."""
-        first, token_map = self.network.first, self.network.token_map
+        first, noise = self.network.first, batch if self.coupled else None
         logits = self.network.logits(states[:, first : first + step.depth])
-        if self.coupled:
-            positions = batch.lens[:, None] + torch.arange(1, step.depth + 1, device=states.device)
-            logits = couple(logits, batch, positions, token_map)
-        scores, ids = likeliest(logits, self.topk)
-        tokens = ids if token_map is None else token_map[ids]
+        positions = batch.lens[:, None] + torch.arange(1, step.depth + 1, device=states.device)
+        scores, tokens = likeliest(logits, self.topk, noise, positions, self.network.token_map)
         candidates = likeliest_paths(
             batch.root, step.depth, step.nodes - 1, lambda row, last: (scores[:, row, None], tokens[:, row, None])
         )

@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minispec.attention import AttendKind
-from minispec.beam import couple, likeliest, rerank
+from minispec.beam import likeliest, rerank
 from minispec.dflash import DFlashConfig, DFlashDrafter, DFlashHead, Pass, likeliest_paths
 from minispec.drafter import Batch
 from minispec.kv import PagedKV
@@ -123,7 +123,7 @@ class DSparkDrafter(DFlashDrafter):
 
         states [B, S, d]: the network's output. The confidences are None if the network has no head for them.
         """
-        network, token_map = self.network, self.network.token_map
+        network, noise = self.network, batch if self.coupled else None
         states = states[:, network.first : network.first + step.depth]
         base = network.logits(states)
         said: list[Tensor] = []  # not `list[Tensor]()`, which Dynamo cannot trace
@@ -132,15 +132,13 @@ class DSparkDrafter(DFlashDrafter):
             """Return scores and ids of the likeliest tokens of a row after each of the tokens before it."""
             before = network.before(last)
             logits = base[:, row, None] + network.following(before)
-            if self.coupled:
-                logits = couple(logits, batch, batch.lens[:, None] + row + 1, token_map)
-            scores, ids = likeliest(logits, self.topk)
+            scores, ids = likeliest(logits, self.topk, noise, batch.lens[:, None] + row + 1, network.token_map)
             if network.confidence_head is not None:
                 confidence = network.confidence(states[:, row, None], before).sigmoid()
                 sure = confidence >= self.threshold
                 scores = scores.masked_fill(~sure[..., None], -torch.inf)
                 said.append((confidence * sure)[:, 0])
-            return scores, ids if token_map is None else token_map[ids]
+            return scores, ids
 
         found = likeliest_paths(batch.root, step.depth, step.nodes - 1, children)
         # A path that goes on behind an unsure draft has the score -inf too.

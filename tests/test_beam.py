@@ -18,7 +18,7 @@ from torch import nn
 
 import minispec.beam as beam_module
 from minispec.attention import Causal, Plan
-from minispec.beam import BeamDrafter, Candidates, Inputs, branch, candidate_count, rerank, sprout
+from minispec.beam import BeamDrafter, Candidates, Inputs, branch, candidate_count, likeliest, rerank, sprout
 from minispec.drafter import Batch, DraftTree
 from minispec.eagle import Eagle3Head, EagleHead
 from minispec.engine import Engine
@@ -316,7 +316,13 @@ def siblings_see_each_other(patch: pytest.MonkeyPatch) -> None:
 
 def d2t_as_ids(patch: pytest.MonkeyPatch) -> None:
     """The file's offsets are taken for target ids."""
-    patch.setattr(BeamDrafter, "_to_target", lambda self, ids: self.network.token_map[ids] - ids)
+    original = beam_module.likeliest
+
+    def likeliest(logits, count, batch, positions, token_map):
+        scores, ids = original(logits, count, batch, positions, token_map)
+        return scores, ids - torch.searchsorted(token_map, ids)
+
+    patch.setattr(beam_module, "likeliest", likeliest)
 
 
 def sample_at_a_chunk_s_end(patch: pytest.MonkeyPatch) -> None:
@@ -422,8 +428,8 @@ def test_penalties_alone_ask_the_drafter_for_no_other_graph(temperature: float, 
 
 @pytest.mark.slow
 def test_noise_of_the_wrong_position_is_noticed(monkeypatch) -> None:
-    original = BeamDrafter._couple
-    monkeypatch.setattr(BeamDrafter, "_couple", lambda self, logits, batch, depth: original(
+    original = BeamDrafter._children
+    monkeypatch.setattr(BeamDrafter, "_children", lambda self, logits, batch, depth: original(
         self, logits, batch, depth + 1))  # fmt: skip
     with pytest.raises(AssertionError, match="after"):
         coupled_case("toy", (3, 1, 4), True)
@@ -442,11 +448,12 @@ def test_noise_of_draft_ids_instead_of_target_ids_is_noticed(monkeypatch) -> Non
 
 def grow(root: torch.Tensor, logits: Callable[[], torch.Tensor], rounds: int, topk: int) -> Candidates:
     """Grow a tree from the logits at the root, and those of every further frontier in turn."""
-    same = lambda ids: ids  # noqa: E731
-    found, frontier = sprout(root, torch.zeros(len(root), 4), topk, (rounds - 1) * topk, same)
+    children = lambda logits: likeliest(logits, topk, None, logits, None)  # noqa: E731
+    scores, tokens = children(root)
+    found, frontier = sprout(scores, tokens, torch.zeros(len(root), 4), (rounds - 1) * topk)
     candidates = [found]
     for number in range(1, rounds):
-        found, frontier = branch(torch.tensor(number), frontier, logits(), frontier.states, same)
+        found, frontier = branch(torch.tensor(number), frontier, *children(logits()), frontier.states)
         candidates.append(found)
     return Candidates(*(torch.cat(parts, dim=1) for parts in zip(*candidates, strict=True)))
 

@@ -43,9 +43,9 @@ AT_START = "external"  # the id of the corpus that a flag names
 LEARNED = "learned"  # the id of the corpus of what an earlier server learned
 KEPT = 1_000_000  # tokens of requests that are kept to be saved, at most
 LONGEST_ID = 200  # characters of an id
-# Of the process that builds. A stream keeps nine tenths of its speed beside it, and it gets on: at 19 it did not, since
-# threads that wait for each other spin and leave the cores to it hardly ever.
-NICENESS = 15
+# Of the process that builds. A stream keeps nine tenths of its speed beside it, and it gets on. At 19 it hardly did:
+# threads that wait for each other spin, and leave no core to it.
+NICENESS = 13
 
 
 class Table(Protocol):

@@ -114,6 +114,7 @@ def main() -> None:
         if choices:
             torch.save(choices, f"{file}.part")
             Path(f"{file}.part").rename(Path(file).parent / CHOSEN)
+    dist.destroy_process_group()  # else gloo's threads may abort the process when the interpreter ends
 
 
 if __name__ == "__main__":

@@ -112,22 +112,18 @@ def test_other_sizes_are_refused_and_another_layer_is_itself() -> None:
             model.run_block(model.layers[0], x[:, :5], rope, attend)
 
 
-@pytest.mark.parametrize("most", [1, joined.MOST])
-def test_kernels_that_are_compiled_together_have_the_bits_of_kernels_alone(most, tmp_path, monkeypatch) -> None:
+def test_kernels_that_are_compiled_together_have_the_bits_of_kernels_alone(tmp_path, monkeypatch) -> None:
     files_module.prepare()  # so that compiled headers lie in the cache of all tests
-    monkeypatch.setenv(files_module.CACHE, str(tmp_path))
-    monkeypatch.setattr(joined, "MOST", most)
-    forget_graphs()
-    x, key = torch.randn(3, 40, generator=torch.Generator().manual_seed(1)), Numbered()
-    with torch.inference_mode():
-        found = DirectStep(three_kernels)(x, key)
-    torch.testing.assert_close(found, three_kernels(x, key))
-    BITS.setdefault("three kernels", found)
-    assert torch.equal(found, BITS["three kernels"])
-    assert len(list(tmp_path.rglob("*.main.cpp"))) == (3 if most == 1 else 1)
-
-
-BITS: dict[str, Tensor] = {}
+    x, key, found = torch.randn(3, 40, generator=torch.Generator().manual_seed(1)), Numbered(), []
+    for most, count in ((1, 3), (joined.MOST, 1)):
+        monkeypatch.setenv(files_module.CACHE, str(tmp_path / str(most)))
+        monkeypatch.setattr(joined, "MOST", most)
+        forget_graphs()
+        with torch.inference_mode():
+            found.append(DirectStep(three_kernels)(x, key))
+        assert len(list((tmp_path / str(most)).rglob("*.main.cpp"))) == count
+    torch.testing.assert_close(found[0], three_kernels(x, key))
+    assert torch.equal(*found)
 
 
 def three_kernels(x: Tensor, key: Key) -> Tensor:

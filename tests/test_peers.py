@@ -36,7 +36,7 @@ def test_a_run_asks_a_server_and_transformers_the_same_and_says_who_is_left_out(
                     "each further one", "/ transformers"]  # fmt: skip
     theirs, ours = (dict(zip(head, row, strict=True)) for row in rows)
     assert (theirs["engine"], ours["engine"]) == ("transformers", "older-ngram")
-    assert theirs["tokens a step"] == "" and float(ours["tokens a step"]) > 1.2
+    assert theirs["tokens a step"] == "" and float(ours["tokens a step"]) > 1  # the policy drafts by measured times
     assert theirs["same"] == ours["same"] == "2/2" and theirs["/ transformers"] == "1.00 (1.00)"
     first, each = (float(ours[title].split(",")[0]) for title in head[6:8])
     assert 0 < each < first

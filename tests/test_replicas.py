@@ -64,17 +64,24 @@ def both(served: Running) -> Running:
 
 
 class Killer:
-    """Kills a replica as soon as one of its updates has brought its requests into a state."""
+    """Kills a replica as soon as one of its updates has brought its requests into a state.
+
+    Updates that were on their way by then are lost, so the requests leave in the very state that was waited for.
+    """
 
     def __init__(self, running: Running, condition: Callable[[Place], bool], monkeypatch: pytest.MonkeyPatch) -> None:
         self.hit: list[Request] = []  # the requests that went elsewhere
-        engine, self.killed = running.server.engine, threading.Event()
+        engine, self.killed, pid = running.server.engine, threading.Event(), 0
         take, gone = engine._take, engine._gone
 
         def taking(place: Place, *given: Any) -> None:
+            nonlocal pid
+            if place.known["pid"] == pid:
+                return
             take(place, *given)
             if not self.killed.is_set() and condition(place):
-                os.kill(place.known["pid"], signal.SIGKILL)
+                pid = place.known["pid"]
+                os.kill(pid, signal.SIGKILL)
                 self.killed.set()
 
         def leaving(place: Place) -> None:

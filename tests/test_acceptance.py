@@ -98,9 +98,8 @@ def assert_all_agree(scheduler: Scheduler, one: Request, given: list[int], lines
 @pytest.mark.parametrize("stop", STOPS)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_all_who_tell_of_acceptance_agree_wherever_a_text_ends(
-    name: str, stop: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    name: str, stop: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("minispec.ngram.SHARE", 1e9)  # so that what is looked up depends on no clock
     scheduler = DRAFTERS[name].build(running=1)
     if name == "beside":
         adversary(scheduler)

@@ -415,6 +415,7 @@ def test_what_a_lookup_would_have_given_is_known_when_the_text_has_gone_on() -> 
 
 def test_indexing_stays_within_its_share_and_the_rest_waits(monkeypatch) -> None:
     clock = [0.0]
+    monkeypatch.setattr("minispec.ngram.SHARE", SHARE)
     monkeypatch.setattr("time.perf_counter", lambda: clock.__setitem__(0, clock[0] + 1e-5) or clock[0])
     both = texts()
     both.observe(1, list(range(50)) * 100)

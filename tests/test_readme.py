@@ -23,7 +23,7 @@ from test_memory import OPTIONS, folder_of
 import bench
 import minispec
 from benchmarks.yardstick_lines import size_of_files
-from minispec import LLM, late, ngram, policy
+from minispec import LLM, late, policy
 from minispec.attention import most_nodes, prefill_block
 from minispec.config import Config
 from minispec.cpu import products, spinning
@@ -32,6 +32,7 @@ from minispec.cpu.int8 import MANY_ROWS
 from minispec.load.flags import config_from_args
 from minispec.load.tokenizer import load_tokenizer
 from minispec.load.tree_shape import CPU_SHAPE, LOOKUP_NODES
+from minispec.ngram import SHARE
 from minispec.serve import parse
 from minispec.train.__main__ import _parser as train_parser
 from minispec.tree import ancestors, depth
@@ -253,7 +254,7 @@ def test_pages_have_the_numbers_of_the_code() -> None:
     assert number("architecture", r"(\d+) rows a slot at most") == late.KEPT_ROWS
     assert number("architecture", r"must gain (\d+) %") == round(100 * (policy.GAIN - 1), 6)
     assert number("architecture", r"(\d+) ten-thousandths of the way back") == 10_000 * policy.FORGET
-    assert number("architecture", r"Lookups take about a (\w+) of the time") == ngram.SHARE
+    assert number("architecture", r"Lookups take about a (\w+) of the time") == SHARE
     assert number("serving", r"From (\w+) a core on its threads sleep") == spinning.BUSY
     assert number("serving", r"after (\w+) quiet seconds they spin") == spinning.CALM * spinning.LOOK
     assert number("serving", r"the server looks (\w+) times a second") == 1 / spinning.LOOK

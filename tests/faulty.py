@@ -10,7 +10,7 @@ import torch
 
 from minispec.drafter import Draft, HostDrafter
 
-HANG, HANG_WITH_THE_INTERPRETER, BREAK_CUDA, COMPILE = range(100, 104)
+HANG, HANG_WITH_THE_INTERPRETER, BREAK_CUDA, COMPILE, SLOW = range(100, 105)
 LONG = 3600
 COMPILING = 4.0  # seconds that a compilation takes
 
@@ -39,6 +39,8 @@ class Faulty(HostDrafter):
             ctypes.PyDLL(None).sleep(LONG)
         if BREAK_CUDA in wanted:
             raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        if SLOW in wanted:
+            time.sleep(0.05)
         if COMPILE in wanted:
             with torch.compiler.set_stance("default"):  # a server does not compile in a step, but between two
                 self.compiled(torch.zeros(3))

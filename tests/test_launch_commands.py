@@ -316,10 +316,10 @@ class Launched:
 
     def get(self, path: str) -> Any:
         """Return the JSON of a path."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as answer:
             return json.load(answer)
 
-    def wait(self, seconds: float = 120) -> None:
+    def wait(self, seconds: float = 300) -> None:
         """Wait until it is ready."""
         end = time.monotonic() + seconds
         while time.monotonic() < end and self.process.poll() is None:
@@ -335,7 +335,7 @@ class Launched:
         """End it and return its log."""
         self.process.send_signal(signal.SIGTERM)
         try:
-            return self.process.communicate(timeout=20)[1]
+            return self.process.communicate(timeout=60)[1]
         finally:
             self.process.kill()
 
@@ -357,7 +357,7 @@ class InThread:
         """Return the JSON of a path."""
         return self.running.ok(path)
 
-    def wait(self, seconds: float = 120) -> None:
+    def wait(self, seconds: float = 300) -> None:
         """Wait until it is ready."""
         engine = self.running.server.engine
         assert engine.loaded.wait(seconds) and engine.error is None, engine.error

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import openai
 import pytest
-from conftest import free_port
+from conftest import free_port, wait_until
 from test_server import launch
 
 ROOT = Path(__file__).parent.parent
@@ -45,14 +44,6 @@ def wait_until_ready(server: subprocess.Popen[str]) -> int:
     (child,) = (int(child) for task in Path(f"/proc/{server.pid}/task").iterdir()
                 for child in (task / "children").read_text().split())  # fmt: skip
     return child
-
-
-def ended(pid: int) -> bool:
-    """Return whether a process that nobody waits for ends within ten seconds."""
-    until = time.monotonic() + 10
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
-        time.sleep(0.05)
-    return not Path(f"/proc/{pid}").exists()
 
 
 def errors(log: str) -> list[str]:
@@ -90,9 +81,10 @@ def test_openai_streams_from_two_ranks_and_a_drained_server_leaves_nothing(tiny:
             texts.append("".join(part.choices[0].delta.content or "" for part in parts if part.choices))
             assert parts[-1].usage.completion_tokens == count and parts[-2].choices[0].finish_reason == "length"
         assert texts[0] and texts[1].startswith(texts[0].rstrip("\ufffd"))  # what ends within a character
-        assert server.wait(20) == 0
+        assert server.wait(60) == 0
         rest.join()
-        assert ended(child) and not any(temporary.iterdir())
+        wait_until(lambda: not Path(f"/proc/{child}").exists())
+        assert not any(temporary.iterdir())
         socket.create_server(("127.0.0.1", port)).close()
 
 
@@ -107,8 +99,7 @@ def test_a_rank_that_dies_ends_the_server_with_one_line_and_frees_its_port(tmp_p
         stream = urllib.request.urlopen(asked, timeout=60)
         assert stream.readline().startswith(b"data: ")
         os.kill(child, signal.SIGKILL)
-        began = time.monotonic()
-        assert server.wait(10) == 1 and time.monotonic() - began < 10
+        assert server.wait(60) == 1
         assert errors(server.stderr.read()) == [
             f"minispec: error: rank 1 (process {child}) has ended, and the others cannot go on without it; start the "
             "server again: was killed by signal 9"]  # fmt: skip

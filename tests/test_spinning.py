@@ -35,7 +35,7 @@ def test_what_others_use_is_all_work_of_our_cores_but_our_own(tmp_path: Path) ->
     ticks = (100 + 20 + 30 + 4 + 5 + 6) + (300 + 41)
     own = time.process_time()
     found = Spinning(2, {0, 2}, tmp_path).used_by_others()
-    assert found == pytest.approx(ticks / os.sysconf("SC_CLK_TCK") - own, abs=0.1)
+    assert own <= ticks / os.sysconf("SC_CLK_TCK") - found <= time.process_time()
 
 
 def test_threads_sleep_at_three_busy_looks_and_spin_after_many_calm_ones(caplog: pytest.LogCaptureFixture) -> None:
@@ -58,7 +58,7 @@ def test_threads_sleep_at_three_busy_looks_and_spin_after_many_calm_ones(caplog:
         assert spinning.team is team and team.is_alive(), "three busy looks in between begin the count anew"
         spinning.decide(1.0, 1.0)
         assert spinning.team is None
-        team.join(10)
+        team.join(60)
         assert not team.is_alive()
         for _ in range(ENDS + 1):
             spinning.decide(1.0, 3.0)
@@ -129,7 +129,7 @@ try:
     llm = LLM(sys.argv[1], load_format="dummy", dtype="float32", device="cpu", disable_torch_compile=True,
               max_running_requests=1, max_total_tokens=64)
     watcher = next(thread for thread in threading.enumerate() if isinstance(thread, Spinning))
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while watcher.team is None and time.monotonic() < end:
         llm.generate([1, 2, 3])
     print(watcher.team is not None)

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -266,11 +265,7 @@ def test_if_the_process_fails_what_is_missing_stays_eager_and_is_served(monkeypa
     engine, called = scheduler.engine, []
     engine.when_settled(lambda: called.append(beside.state))
     assert beside.state == "eager" and beside.turn(busy=False) and beside.state == "warming 0/5"
-    end = time.monotonic() + 20
-    while not engine.settled:
-        beside.turn(busy=False)
-        time.sleep(0.01)
-        assert time.monotonic() < end
+    wait_until(lambda: beside.turn(busy=False) and engine.settled)
     assert called == ["incomplete 0/5"] == [beside.state] and "5 of 5" in caplog.text and "no room" in caplog.text
     asked = request("r", PROMPT)
     run(scheduler, [asked])
@@ -324,11 +319,11 @@ def test_what_the_process_compiled_and_no_file_has_stays_eager(monkeypatch, capl
 
 @pytest.mark.parametrize("empty", [True, False])
 def test_weights_move_to_huge_pages_at_once_or_after_the_graphs_in_files(empty, tmp_path, monkeypatch) -> None:
-    moved: list[str] = []
+    moved, go = list[str](), threading.Event()
 
     def move() -> int:
-        """Take a while."""
-        time.sleep(0.2)
+        """Take a while, if it is beside others."""
+        assert empty or go.wait(60)
         moved.append(threading.current_thread().name)
         return 0
 
@@ -343,6 +338,7 @@ def test_weights_move_to_huge_pages_at_once_or_after_the_graphs_in_files(empty, 
     waits = llm.try_out()
     next(waits)
     assert moved == [here] if empty else not moved, "a request may come while they are moved"
+    go.set()
     for _ in waits:
         pass
     llm.move_weights()  # once is enough
@@ -372,10 +368,14 @@ def test_a_first_answer_waits_neither_for_dynamo_nor_for_garbage_where_there_are
 
 
 def test_a_busy_engine_gives_its_requests_as_long_as_the_graph_before_took(monkeypatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("minispec.serve.warming.time", SimpleNamespace(monotonic=lambda: clock[0]))
     beside, scheduler = warming(monkeypatch, "")
-    monkeypatch.setattr(MAKE_GRAPHS, lambda engine, step, compiles: time.sleep(0.05) or True)
+    monkeypatch.setattr(MAKE_GRAPHS, lambda *given, **how: clock.__setitem__(0, clock[0] + 0.05) or True)
     assert beside.turn(busy=True) and not beside.turn(busy=True) and beside.turn(busy=False)
-    wait_until(lambda: beside.turn(busy=True))
+    for later, turns in ((0.04, False), (0.02, True)):
+        clock[0] += later
+        assert beside.turn(busy=True) is turns
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=str)

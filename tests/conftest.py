@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -184,3 +185,10 @@ def served(tiny: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
 
     with ready(Running(Config(**options(tiny, **getattr(request.module, "SERVED", {}))))) as running:
         yield running
+
+
+@pytest.fixture
+def timeless(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the policy of the server find all steps equally fast, so that which trees it takes depends on no clock."""
+    times = SimpleNamespace(of=lambda kind, shape: 1.0, add=lambda kind, shape, seconds: None)
+    monkeypatch.setattr(served.server.engine.llm.scheduler.policy, "times", times)

@@ -119,7 +119,7 @@ def test_a_published_head_drafts_and_changes_no_token(form, algorithm, shape, tm
 
 
 def test_a_threshold_below_one_is_said_and_reaches_verification(folder, caplog, monkeypatch) -> None:
-    options = {**DUMMY, "speculative_algorithm": "NGRAM", "random_seed": 3}
+    options = {**OPTIONS, "speculative_algorithm": "NGRAM", "random_seed": 3}
     prompt, params = [5, 6, 7] * 8, SamplingParams(temperature=0.5, max_new_tokens=24, sampling_seed=1)
     calls: list[tuple[float, float]] = []
     inner = verify_module.pick_lossy

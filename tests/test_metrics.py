@@ -23,7 +23,7 @@ from conformance import SUBJECTS
 from conftest import wait_until
 from exactness import finish, request, submit
 from prometheus_client.parser import text_string_to_metric_families
-from test_server import Running, chat, native, options, timeless
+from test_server import Running, chat, native, options
 
 from minispec.acceptance import Kept
 from minispec.config import Config
@@ -50,10 +50,8 @@ def load_rate(served: Running) -> float:
     return served.ok("/v1/loads")["loads"][0]["speculative"]["accept_rate"]
 
 
-def test_a_scrape_counts_what_requests_got_of_trees_and_plain_steps(
-    served: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    timeless(served, monkeypatch)
+@pytest.mark.usefixtures("timeless")
+def test_a_scrape_counts_what_requests_got_of_trees_and_plain_steps(served: Running) -> None:
     served.ok("/flush_cache")
     before = scrape(served)
     answer = served.ok("/generate", native(max_new_tokens=120))["meta_info"]

@@ -23,7 +23,7 @@ TESTS = Path(__file__).parent
 def test_a_machine_that_dies_changes_no_text_and_its_replica_comes_back_with_another() -> None:
     path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
     done = subprocess.run([sys.executable, __file__], env={**os.environ, "PYTHONPATH": path}, capture_output=True,
-                          text=True, timeout=200)  # fmt: skip
+                          text=True, timeout=500)  # fmt: skip
     assert done.returncode == 0 and done.stdout.endswith("as alone\n"), done.stdout + done.stderr
 
 
@@ -32,6 +32,7 @@ def main() -> None:
     folder, temporary = Path(tempfile.mkdtemp(prefix="raylets-")), tempfile.mkdtemp(prefix="raylets-")
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["RAY_health_check_failure_threshold"] = "2"
+    os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # it would kill a replica where memory is nearly full
     from transformers import AutoTokenizer
 
     from minispec.load.default_model import ensure_default_model
@@ -55,7 +56,7 @@ def main() -> None:
     served = ready(Running(Config(**flags, dp_size=2, ray_address=cluster.address)))
     places = served.server.engine.places
 
-    def until(condition: object, seconds: float = 90) -> None:
+    def until(condition: object, seconds: float = 180) -> None:
         end = time.monotonic() + seconds
         while not condition():  # type: ignore[operator]
             assert time.monotonic() < end, [(p.state, p.known) for p in places]

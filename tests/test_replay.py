@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import pickle
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +29,8 @@ from minispec.replicas.replica import Replica, given_flags
 from minispec.replicas.routing import Routing
 from minispec.replicas.workers import Place, Replicas
 from minispec.request import Grammar, Logprobs, Request, RequestError, SamplingParams
-from minispec.serve.worker import build_llm
+from minispec.scheduler import Scheduler
+from minispec.serve.worker import EngineThread, build_llm
 
 ONCE = [4027, 1980]  # " Once upon", after which the scripted text follows
 
@@ -83,6 +86,22 @@ class Actor:
         self._replica, self._dead = self._make(), asyncio.Event()
 
 
+def in_turn(step: Callable[[Scheduler], Any]) -> Callable[[Scheduler], Any]:
+    """Let an engine's step wait until the door has taken what the one before gave, or a death may come too late."""
+
+    async def turns() -> None:
+        for _ in range(20):  # an update takes a few turns of the event loop to get there
+            await asyncio.sleep(0)
+
+    def stepped(scheduler: Scheduler) -> Any:
+        with suppress(Exception):  # at the end the loop is gone
+            if isinstance(threading.current_thread(), EngineThread):
+                asyncio.run_coroutine_threadsafe(turns(), Door.loop).result(5)
+        return step(scheduler)
+
+    return stepped
+
+
 class Local:
     """What stands for `cluster.Cluster`."""
 
@@ -117,6 +136,7 @@ def config(tiny: Path) -> Iterator[Config]:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setattr(replicas_module, "Cluster", Local)
         patch.setattr(replicas_module, "PAUSE", 0.005)
+        patch.setattr(Scheduler, "step", in_turn(Scheduler.step))
         yield Config(**options(tiny, skip_server_warmup=True, dp_size=2, max_running_requests=8))
 
 
@@ -160,7 +180,10 @@ def wishes() -> dict[str, Request]:
 class Door:
     """Replicas in an event loop, and what they have delivered."""
 
+    loop: asyncio.AbstractEventLoop
+
     def __init__(self, config: Config) -> None:
+        Door.loop = asyncio.get_running_loop()
         self.texts: dict[Request, str] = {}
         self.ends: dict[Request, Any] = {}
         self.news = asyncio.Event()

@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -200,12 +199,6 @@ def slow_steps(served: Running, monkeypatch: pytest.MonkeyPatch, seconds: float 
     return hurry
 
 
-def timeless(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the policy find all steps equally fast, so that which trees it takes depends on no clock."""
-    times = SimpleNamespace(of=lambda kind, shape: 1.0, add=lambda kind, shape, seconds: None)
-    monkeypatch.setattr(served.server.engine.llm.scheduler.policy, "times", times)
-
-
 @pytest.fixture
 def hurry(served: Running, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """The event until which the server leaves the time to do something between a request's first token and its last."""
@@ -248,10 +241,8 @@ def test_openai_client_streams_the_text_it_gets_whole(served: Running, tiny: Pat
             assert "�" not in text[:-1]  # the last character may be cut by max_tokens
 
 
-def test_native_text_is_the_decoding_of_its_ids_and_speculation_is_reported(
-    served: Running, tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    timeless(served, monkeypatch)
+@pytest.mark.usefixtures("timeless")
+def test_native_text_is_the_decoding_of_its_ids_and_speculation_is_reported(served: Running, tiny: Path) -> None:
     result = served.ok("/generate", native(max_new_tokens=120))
     assert result["text"] == AutoTokenizer.from_pretrained(tiny).decode(result["output_ids"])
     meta = result["meta_info"]
@@ -371,8 +362,8 @@ def test_every_path_is_described_and_takes_its_example(served: Running) -> None:
     assert all(found in described["paths"] for found in named if found not in ("/v1/embeddings", "/openapi.json"))
 
 
-def test_loads_tokenizer_info_and_fingerprint(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    timeless(served, monkeypatch)
+@pytest.mark.usefixtures("timeless")
+def test_loads_tokenizer_info_and_fingerprint(served: Running) -> None:
     once, params = [4027, 1980], {"max_new_tokens": 20, "temperature": 0, "ignore_eos": True}  # " Once upon"
     said = served.ok("/generate", {"input_ids": once, "sampling_params": params})["output_ids"]
     served.ok("/generate", {"input_ids": [*once, *said, *once], "sampling_params": params})  # repeats its own text
@@ -410,10 +401,8 @@ def test_web_pages_of_named_origins_may_call_and_their_browsers_may_ask_without_
     assert named[0][2]["Access-Control-Allow-Headers"] == "authorization,x-own" and named[3][2]["Vary"] == "Origin"
 
 
-def test_a_prediction_is_drafted_from_and_its_figures_are_in_the_usage(
-    served: Running, tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    timeless(served, monkeypatch)
+@pytest.mark.usefixtures("timeless")
+def test_a_prediction_is_drafted_from_and_its_figures_are_in_the_usage(served: Running, tiny: Path) -> None:
     script_of = AutoTokenizer.from_pretrained(tiny)
     expected, usages = script_of.decode(script(script_of)), []
     for wish in ({"prediction": {"type": "content", "content": [{"type": "text", "text": expected}]},
@@ -436,8 +425,8 @@ def test_a_prediction_is_drafted_from_and_its_figures_are_in_the_usage(
     assert error["error"]["param"] == "prediction"
 
 
-def test_thresholds_change_while_the_server_runs_and_back(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    timeless(served, monkeypatch)
+@pytest.mark.usefixtures("timeless")
+def test_thresholds_change_while_the_server_runs_and_back(served: Running) -> None:
     wish = native(" ".join(PIECES) * 3, temperature=5, top_k=2, sampling_seed=4, max_new_tokens=100)
     state = lambda **args: served.call("/set_internal_state", {"server_args": args})  # noqa: E731
     exact = served.ok("/generate", wish)["output_ids"]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from conformance import SUBJECTS, assert_exact
 from exactness import VOCAB, build, next_logits, request, run, submit
-from test_server import Running, native, timeless
+from test_server import Running, native
 from test_standalone import MODEL, near
 
 from minispec.asked.answers import Telling
@@ -208,10 +208,8 @@ def assert_pieces_come_from_steps(told: dict[str, Any], steps: list[dict[str, An
         at += len(step["emitted"])
 
 
-def test_a_stream_tells_where_each_piece_of_the_text_came_from(
-    served: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    timeless(served, monkeypatch)
+@pytest.mark.usefixtures("timeless")
+def test_a_stream_tells_where_each_piece_of_the_text_came_from(served: Running) -> None:
     plain = served.ok("/generate", native(max_new_tokens=90))
     received, _ = served.stream("/generate", {**native(max_new_tokens=90), "trace": True})
     *events, done = received

@@ -61,7 +61,8 @@ def without_weights(folder: Path) -> Sequence[str]:
 
 def test_openai_streams_from_two_ranks_and_a_drained_server_leaves_nothing(tiny: Path, tmp_path: Path) -> None:
     temporary, port = tmp_path / "temporary", free_port()
-    with started(tiny, temporary, "--port", str(port), "--speculative-algorithm", "NGRAM") as server:
+    flags = ("--port", str(port), "--speculative-algorithm", "NGRAM", "--shutdown-timeout", "120")
+    with started(tiny, temporary, *flags) as server:
         child = wait_until_ready(server)
         rest = threading.Thread(target=server.stderr.read)
         rest.start()  # or the server would wait for who reads its log

@@ -238,7 +238,7 @@ def test_a_reader_who_is_behind_gets_the_same_text_in_fewer_events(
 
 
 def test_after_a_signal_what_runs_finishes_and_new_work_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with ready(Running(Config(**options(tiny, shutdown_timeout=20.0)))) as running:
+    with ready(Running(Config(**options(tiny, shutdown_timeout=120.0)))) as running:
         expected = running.ok("/generate", native(max_new_tokens=100))["text"]
         hurry = slow_steps(running, monkeypatch)
         with ThreadPoolExecutor(2) as pool:
@@ -302,7 +302,8 @@ def test_a_process_finishes_what_runs_after_ctrl_c_and_leaves_no_file_process_or
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")  # so that compiled code can only be kept for the time being
     port = free_port()
-    process = launch("--model", str(tiny), "--port", str(port), "--device", "cpu", "--disable-torch-compile")
+    process = launch("--model", str(tiny), "--port", str(port), "--device", "cpu", "--disable-torch-compile",
+                     "--shutdown-timeout", "120")  # fmt: skip
     try:
         connection = await_health(port, process)
         wish = {**native(temperature=1, max_new_tokens=400, ignore_eos=True), "stream": True}

@@ -98,6 +98,7 @@ class Running:
             await self.quit.wait()
             await self.server.stop()
             engine = self.server.engine
+            engine.join(30)  # which a step of a busy machine may outlast `Server.stop`
             self.ended = engine._cluster is None if isinstance(engine, Replicas) else not engine.is_alive()
 
         self.thread = threading.Thread(target=lambda: asyncio.run(live()), daemon=True)

@@ -218,28 +218,28 @@ def _gathered(q: Tensor, keys: Tensor, values: Tensor, rows: Tensor, mask: Tenso
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=gqa)
 
 
-def _few_queries(q: Tensor, keys: Tensor, values: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
-    """Do for q [B, H, W, D] what `_gathered` does, in loops that Inductor makes for a CPU; H need not be folded.
+def _one_query(q: Tensor, keys: Tensor, values: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
+    """Do for q [B, H, 1, D] what `_gathered` does, in loops that Inductor makes for a CPU; H need not be folded.
 
-    rows [B, S] int64, mask [B, 1, W, S]. For a few queries no matrix product is worth being called. Heads that share a
-    KV head are sums of their own in one loop, so that each key and each value is read once a node.
+    rows [B, S] int64, mask [B, 1, 1, S]. For one query no matrix product is worth being called. Heads that share a KV
+    head are sums of their own in one loop, so that each key and each value is read once.
     """
-    (batch, heads, width, dim), kv_heads = q.shape, keys.shape[1]
+    (batch, heads, _, dim), kv_heads = q.shape, keys.shape[1]
     group = heads // kv_heads
-    # Stored in float32, which as_strided sees to: Inductor would turn and scale each query again for each of the keys.
-    queries = q.reshape(batch, kv_heads, group, width, dim).float() * dim**-0.5
+    # Stored in float32, which as_strided sees to: Inductor would turn and scale the query again for each of the keys.
+    queries = q.reshape(batch, kv_heads, group, dim).float() * dim**-0.5
     queries = queries.as_strided(queries.shape, queries.stride())
-    queries = queries.permute(2, 1, 0, 3, 4)[..., None, :]  # [G, Hkv, B, W, 1, D]
-    near = keys[0][:, rows].float()[:, :, None]  # [Hkv, B, 1, S, D], never stored
-    scores = torch.stack([(query * near).sum(-1) for query in queries.unbind()])  # [G, Hkv, B, W, S]
-    scores = scores + mask[:, 0].float()
+    queries = queries.permute(2, 1, 0, 3)[..., None, :]  # [G, Hkv, B, 1, D]
+    near = keys[0][:, rows].float()  # [Hkv, B, S, D], never stored
+    scores = torch.stack([(query * near).sum(-1) for query in queries.unbind()])  # [G, Hkv, B, S]
+    scores = scores + mask[:, 0, 0].float()
     weights = (scores - scores.amax(-1, keepdim=True)).exp()  # divided by their sum at the end, once for all values
     # Values are copied together first. Where Inductor looks up their places within the sum, it takes one number each of
     # 32 rows at a time, which is five times slower than 32 numbers of one row.
-    near = values.index_select(2, rows.view(-1)).view(kv_heads, batch, 1, -1, dim)
+    near = values.index_select(2, rows.view(-1)).view(kv_heads, batch, -1, dim)
     near = near.as_strided(near.shape, near.stride()).float()
-    out = torch.stack([(weight[..., None] * near).sum(3) for weight in weights.unbind()], 2)  # [Hkv, B, G, W, D]
-    out = out / weights.sum(-1).permute(1, 2, 0, 3)[..., None]
+    out = torch.stack([(weight[..., None] * near).sum(2) for weight in weights.unbind()], 2)  # [Hkv, B, G, D]
+    out = out / weights.sum(-1).permute(1, 2, 0)[..., None]
     return out.transpose(0, 1).reshape(q.shape).to(q.dtype)
 
 
@@ -269,11 +269,11 @@ class GatherLayer(Key):
         write_rows(self.keys, self.values, self.rows, k, v)
         (batch, heads, length, dim), kv_heads, mask = q.shape, k.shape[1], self.mask
         in_graph = torch.compiler.is_compiling() and not q.is_cuda
-        if (length == 1 or self.few) and in_graph:
-            return _few_queries(q, self.keys, self.values, self.read, mask)
+        if length == 1 and in_graph:
+            return _one_query(q, self.keys, self.values, self.read, mask)
         if self.folds:
             q, mask = q.reshape(batch, kv_heads, -1, dim), mask.repeat(1, 1, heads // kv_heads, 1)
-        out = _gathered(q, self.keys, self.values, self.read, mask, in_graph and self.multiplies)
+        out = _gathered(q, self.keys, self.values, self.read, mask, in_graph and (self.few or self.multiplies))
         return out.reshape(batch, heads, length, dim)
 
 

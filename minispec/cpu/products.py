@@ -51,13 +51,11 @@ def products_pay(dtype: torch.dtype, device: torch.device) -> bool:
 
 def attend_at_once(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     """Attend with q [B, H, W, D] to keys and values [B, H, S, D] with mask [B, 1, W, S]; to be compiled."""
-    shape, scale = q.shape, q.shape[-1] ** -0.5
-    q, keys, values = (part.reshape(shape[0] * shape[1], -1, shape[3]) for part in (q, keys, values))
-    near = torch.bmm(q, keys.mT)
-    rest = torch.baddbmm(near, q, keys.mT, beta=-1)
-    scores = (near.float() + rest.float()) * scale
-    weights = torch.softmax(scores.view(*shape[:3], -1) + mask.float(), -1).to(q.dtype)
-    return torch.bmm(weights.flatten(0, 1), values).view(shape)
+    shape = q.shape
+    rows, keys, values = (part.reshape(shape[0] * shape[1], -1, shape[3]).float() for part in (q, keys, values))
+    scores = torch.bmm(rows * shape[3] ** -0.5, keys.mT).view(*shape[:3], -1)
+    weights = torch.softmax(scores + mask.float(), -1)
+    return torch.bmm(weights.flatten(0, 1), values).view(shape).to(q.dtype)
 
 
 class Products:

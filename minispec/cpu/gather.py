@@ -2,7 +2,7 @@
 
 It reads the same pool, plan and visibility as `PagedFlex`, without FlexAttention, whose CPU kernel asks its mask for
 every pair of query and key. A CPU always runs it, compiled or not, and CUDA where nothing is compiled. In compiled code
-on a CPU a few queries have loops in place of matrix products, and many the products of `products.py`.
+on a CPU requests with one query each have loops in place of matrix products, and others the products of `products.py`.
 
 What each query reads and sees is worked out once a step, and all layers share it. Of a decode step it is a `Strip`
 whose tensors stay where they are, so that compiled code has them for inputs, with as many rows as the longest request
@@ -32,7 +32,7 @@ from minispec.kv import PagedKV
 from minispec.operators import operator
 
 REACH_STEP = 64  # decode steps gather as many rows as their longest request has, rounded up to a multiple of this
-FEW = 12  # nodes of one request's tree up to which its attention is a loop in place of products
+FEW = 12  # nodes of one request's tree up to which the plan writes what it reads, and products pay everywhere
 FOLD_UP_TO = 32  # nodes of a block up to which the queries of a KV head become rows of one head
 
 
@@ -60,7 +60,7 @@ class PagedGather:
         # For the requests of a prefill step that are long enough.
         self.products = _products.setdefault(kv, Products()) if self.merges and self.multiplies else None
         self.strips: list[Strip] = []
-        # Is it one request's tree of few nodes? That has a graph of its own on a CPU, of loops in place of products.
+        # Is it one request's tree of few nodes? That has a graph of its own on a CPU.
         self.few = not plan.prompts and plan.batch == 1 and plan.width <= FEW
         if plan.prompts:
             _gathers[id(self)] = self

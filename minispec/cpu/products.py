@@ -1,14 +1,16 @@
-"""Attention in bfloat16 as matrix products, on processors where PyTorch's own is slow.
+"""Attention as matrix products, where PyTorch's own is slow: for trees, and for prompts in bfloat16 without AMX.
+
+A tree has too few queries for products in bfloat16 to pay. Its products are in float32, and between them stands a loop
+of Inductor's own (`attend_at_once`).
 
 Without AMX, `scaled_dot_product_attention` multiplies bfloat16 at a fifth of the speed that oneDNN has with AVX-512's
-instruction for pairs of bfloat16. So scores and sums of values are products of oneDNN's here. Between them, a prompt
-has plain operations on tiles of queries that fit in a cache (`Products`), and a tree has a loop of Inductor's own
-(`attend_at_once`).
+instruction for pairs of bfloat16. So the scores and sums of values of a prompt are products of oneDNN's, with plain
+operations between them on tiles of queries that fit in a cache (`Products`).
 
-The one idea is how scores keep their precision. oneDNN adds up in float32 and hands the sum back in bfloat16, whose
-eight bits are too few for a score: an error of a hundredth would be one of a percent in a weight. But it can subtract
-what it is given before it rounds. So the product is made twice, the second time less the first one's result, and the
-two numbers together have sixteen bits.
+The one idea is how a prompt's scores keep their precision. oneDNN adds up in float32 and hands the sum back in
+bfloat16, whose eight bits are too few for a score: an error of a hundredth would be one of a percent in a weight. But
+it can subtract what it is given before it rounds. So the product is made twice, the second time less the first one's
+result, and the two numbers together have sixteen bits.
 
     near = round(q k)      rest = round(q k - near)      score = near + rest
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import wait_until
@@ -93,22 +94,10 @@ def test_prompts_of_a_size_have_it_and_share_no_page_and_every_job_is_full(demo_
             assert len({tuple(ids[:64]) for job in jobs for ids in job}) == 4
 
 
-class Clock:
-    """A clock that stands still until it is moved, and knows how often it was looked at."""
-
-    def __init__(self) -> None:
-        self.now, self.looks = 0.0, 0
-
-    def perf_counter(self) -> float:
-        """Return the seconds."""
-        self.looks += 1
-        return self.now
-
-
 class Slow(BaseHTTPRequestHandler):
     """A stream in llama.cpp's words, whose first token takes FIRST seconds and whose next events EACH per token."""
 
-    clock: Clock
+    now, looks = 0.0, 0  # what the client's clock shows, and how often the client has looked
 
     def do_POST(self) -> None:
         """Stream five tokens."""
@@ -117,16 +106,16 @@ class Slow(BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
         for wait, tokens in ((FIRST, [4]), (2 * EACH, [5, 6]), (2 * EACH, [7, 8])):
-            self.clock.now += wait
+            Slow.now += wait
             self.event({"content": "a", "tokens": tokens, "stop": False})
-        self.clock.now += FIRST  # what comes after the last token is no token's time
+        Slow.now += FIRST  # what comes after the last token is no token's time
         self.event({"content": "", "tokens": [], "stop": True, "timings": {"draft_n_accepted": 2}})
 
     def event(self, what: dict) -> None:
         """Send one event, and wait until the client has looked at the clock."""
-        looks = self.clock.looks
+        looks = Slow.looks
         self.wfile.write(f"data: {json.dumps(what)}\n\n".encode())
-        wait_until(lambda: self.clock.looks > looks)
+        wait_until(lambda: Slow.looks > looks)
 
     def log_message(self, *_: object) -> None:
         """Be silent."""
@@ -135,8 +124,12 @@ class Slow(BaseHTTPRequestHandler):
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The address of the slow server, which moves its clients' clock."""
-    Slow.clock = Clock()
-    monkeypatch.setattr("benchmarks.engines.time", Slow.clock)
+
+    def look() -> float:
+        Slow.looks += 1
+        return Slow.now
+
+    monkeypatch.setattr("benchmarks.engines.time", SimpleNamespace(perf_counter=look))
     server = ThreadingHTTPServer(("127.0.0.1", 0), Slow)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"

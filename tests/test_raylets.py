@@ -65,7 +65,7 @@ def main() -> None:
     from deadly import PACED
 
     until(lambda: [place.state for place in places] == ["ready"] * 2)
-    params = {"max_new_tokens": 100, "temperature": 0.5, "ignore_eos": True}
+    params = {"max_new_tokens": 250, "temperature": 0.5, "ignore_eos": True}
     bodies = [{"input_ids": [PACED, 50 + i, 4027, 1980], "sampling_params": {**params, "sampling_seed": i}}
               for i in range(6)]  # fmt: skip
     with ThreadPoolExecutor(8) as pool:

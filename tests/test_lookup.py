@@ -319,7 +319,7 @@ def test_a_mistake_is_seen(mutation, monkeypatch) -> None:
     rng = random.Random(3)
     mixed = mutation is other_row_s_mask
     with pytest.raises(AssertionError):
-        compare = served(monkeypatch, lambda: mixed and rng.random() < 0.5, 0 if mixed else 3)
+        compare = served(monkeypatch, lambda: mixed and rng.random() < 0.5, 0 if mixed else 8, new_tokens=140)
         assert_slow_trees(compare, 2, 2, 5)
 
 

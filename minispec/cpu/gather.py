@@ -32,7 +32,7 @@ from minispec.kv import PagedKV
 from minispec.operators import operator
 
 REACH_STEP = 64  # decode steps gather as many rows as their longest request has, rounded up to a multiple of this
-FEW = 12  # nodes of one request's tree up to which the plan writes what it reads, and products pay everywhere
+FEW = 12  # nodes of one request's tree up to which the plan writes what is read, and any CPU has `attend_at_once`
 FOLD_UP_TO = 32  # nodes of a block up to which the queries of a KV head become rows of one head
 
 

@@ -154,8 +154,9 @@ class Field:
         plain: Force = lambda shapes: PLAIN  # noqa: E731
         who: dict[str | int, Force] = {"served": None, "plain": plain, "control": plain}
         if cell.batch == 1 and cell.context == SHORT:
-            for nodes in self.llm.scheduler.policy.trees:
-                who[nodes] = lambda shapes, nodes=nodes: Shape(nodes, True)
+            for shape in self.llm.scheduler.sizes.shapes_of(1):
+                if shape.drafts:
+                    who[shape.nodes] = lambda shapes, shape=shape: shape
         speeds: dict[str | int, list[float]] = {name: [] for name in who}
         shares: list[dict[str, float]] = []
         for number in range(self.args.rounds):

@@ -565,7 +565,7 @@ def test_compiled_gather_matches_the_reference(
 def test_compiled_gather_of_few_queries_matches_the_reference(
     group: int, batch: int, nodes: int, dtype: torch.dtype
 ) -> None:
-    """Steps on a CPU that have loops of their own; no row that a query may not see lets anything through."""
+    """One query a request in loops, or few of one request in products; no row that a query may not see tells."""
     world = World(group, rows=400, dtype=dtype)
     plan = Plan(world.kv, batch, 1, nodes)
 

@@ -52,7 +52,7 @@ def products_pay(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def attend_at_once(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """Attend with q [B, H, W, D] to keys and values [B, H, S, D] with mask [B, 1, W, S]; to be compiled."""
+    """Attend in float32 with q [B, H, W, D] to keys and values [B, H, S, D], mask [B, 1, W, S]; to be compiled."""
     shape = q.shape
     rows, keys, values = (part.reshape(shape[0] * shape[1], -1, shape[3]).float() for part in (q, keys, values))
     scores = torch.bmm(rows * shape[3] ** -0.5, keys.mT).view(*shape[:3], -1)

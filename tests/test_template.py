@@ -16,7 +16,8 @@ from minispec.load.files import DirectStep
 
 BF16 = torch.bfloat16
 needs_template = pytest.mark.skipif(reason_against(BF16) is not None, reason=f"no template: {reason_against(BF16)}")
-SHAPES = [(100, 96), (64, 576)]  # (out, in): outputs that do not fill the last block, and a layer's inputs
+# (out, in): outputs that do not fill the last block, a layer's inputs, and those of Llama-3.1-8B's down projection.
+SHAPES = [(100, 96), (64, 576), (64, 14336)]
 
 
 def linear_of(features: int, inputs: int, bias: bool = False) -> nn.Linear:
@@ -50,7 +51,7 @@ def test_blocks_hold_the_weight_in_pairs_and_are_filled_up_with_zeros(shape: tup
 
 
 @needs_template
-@pytest.mark.parametrize(("shape", "bias"), zip(SHAPES, (True, False), strict=True), ids=str)
+@pytest.mark.parametrize(("shape", "bias"), zip(SHAPES, (True, False, False), strict=True), ids=str)
 def test_a_row_has_the_same_bits_among_any_number_and_they_are_those_of_the_product(
     shape: tuple[int, int], bias: bool
 ) -> None:

@@ -176,8 +176,11 @@ def _lower() -> None:
     def kernel(name: str, *_: Any, input2_dtype: torch.dtype, **options: Any) -> Any:
         return kind(name, torch.bfloat16, input2_dtype, torch.float32, torch.float32, blocking, 1)
 
-    def capabilities() -> dict[str, Any]:
-        return able | {"l1d_cache_size": able["l2_cache_size"]}
+    def capabilities(inputs: int) -> dict[str, Any]:
+        # The template wants to hold a block of outputs in 0.8 of the first cache, and two or four blocks of rows in
+        # half of the second. Where that has less room, it divides by zero.
+        size = max(able["l2_cache_size"], 10 * 2 * ROWS * inputs)
+        return able | {"l1d_cache_size": size, "l2_cache_size": size}
 
     able = dict(torch.cpu.get_capabilities())
 
@@ -189,9 +192,10 @@ def _lower() -> None:
         """
 
         def render(self, *args: Any, **options: Any) -> str:
+            known = capabilities(int(self.input_nodes[0].get_size()[1]))
             with (
                 patch.object(templates, "create_micro_gemm", kernel),
-                patch.object(torch.cpu, "get_capabilities", capabilities),
+                patch.object(torch.cpu, "get_capabilities", lambda: known),
             ):
                 return super().render(*args, **options)
 

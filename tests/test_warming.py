@@ -59,7 +59,7 @@ from minispec.scheduler import Scheduler
 from minispec.serve.warming import Warming
 from minispec.train.export import BlockRecipe, export, new_head
 
-MAKE_GRAPHS = "minispec.serve.warming.make_graphs"
+MAKE_GRAPHS = "minispec.load.warm_up.make_graphs"
 PROMPT = [3, 14, 15, 9, 2, 6, 5, 35, 8, 9, 7, 9]
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without")
 
@@ -255,16 +255,15 @@ def warming(monkeypatch: pytest.MonkeyPatch, command: str, empty: bool = False) 
     monkeypatch.setattr("minispec.serve.warming.is_empty", lambda: empty)
     monkeypatch.setattr("minispec.serve.warming.PATIENCE", 0.0)
     llm = SimpleNamespace(scheduler=scheduler, compiled=True, compile_later=True, try_out=lambda: iter(()),
-                          makers=lambda steps, wake: Makers(print, 2, wake),
-                          move_weights=lambda: None)  # fmt: skip
-    return Warming(llm, lambda: None), scheduler
+                          makers=lambda steps: Makers(print, 2), move_weights=lambda: None)  # fmt: skip
+    return Warming(llm), scheduler
 
 
 def test_if_the_process_fails_what_is_missing_stays_eager_and_is_served(monkeypatch, caplog) -> None:
     beside, scheduler = warming(monkeypatch, "print('no room'); raise SystemExit(1)")
     engine, called = scheduler.engine, []
     engine.when_settled(lambda: called.append(beside.state))
-    assert beside.state == "eager" and beside.turn(busy=False) and beside.state == "warming 0/5"
+    assert beside.state == "eager" and not beside.turn(busy=False) and beside.state == "warming 0/5"
     wait_until(lambda: beside.turn(busy=False) and engine.settled)
     assert called == ["incomplete 0/5"] == [beside.state] and "5 of 5" in caplog.text and "no room" in caplog.text
     asked = request("r", PROMPT)
@@ -280,8 +279,8 @@ logging.getLogger("minispec").warning("other processes use the cores")
 os._exit(1)
 """
     makers = Makers(partial(exec, ends), 1)
-    makers.wait("a step that nobody makes")
-    assert makers.ended.is_set() and makers.last_words == "no room"
+    wait_until(lambda: makers.ended)
+    assert makers.last_words == "no room"
 
 
 def test_trying_out_goes_in_parts_between_which_requests_are_served(monkeypatch) -> None:
@@ -309,9 +308,8 @@ def test_trying_out_goes_in_parts_between_which_requests_are_served(monkeypatch)
 
 def test_what_the_process_compiled_and_no_file_has_stays_eager(monkeypatch, caplog) -> None:
     beside, scheduler = warming(monkeypatch, "")
-    done = SimpleNamespace(made={step.name for step in steps_of(scheduler.engine)}, ended=threading.Event())
-    done.close = done.ended.set
-    beside.llm.makers = lambda steps, wake: done
+    made = {step.name for step in steps_of(scheduler.engine)}
+    beside.llm.makers = lambda steps: SimpleNamespace(made=made, ended=False, close=lambda: None)
     while not scheduler.engine.settled:
         beside.turn(busy=False)
     assert beside.state == "incomplete 0/5" and "was compiled, and is in no file" in caplog.text

@@ -332,10 +332,10 @@ class Build:
         if drafter.network is not None and config.load_format != "dummy" and config.simulate_acc_len is None:
             self_test(engine, drafter, self.tokenizer.encode(PROMPT))
 
-    def makers(self, engine: Engine, steps: int, wake: Callable[[], None] = lambda: None) -> Makers:
-        """Start processes that make the files of an engine; steps: how many kinds lack them; wake: that of `Makers`."""
+    def makers(self, engine: Engine, steps: int) -> Makers:
+        """Start processes that make the files of an engine; steps: how many kinds lack them."""
         work = partial(make_files, partial(rehearse, self.config, engine.kv.pages), torch.get_num_threads())
-        return Makers(work, process_count(steps), wake)
+        return Makers(work, process_count(steps))
 
     def move_weights(self) -> None:
         """Have a thread move the weights to huge pages, if that was put off when they were loaded."""

@@ -1,4 +1,4 @@
-"""What this machine grants the process: memory and cores, within the limits of its control groups; a folder of its own.
+"""A process on its machine: memory and cores within the limits of its control groups; a folder of its own; its end.
 
 A container or a batch job usually gets a part of its machine, but /proc/meminfo and the number of cores describe the
 whole machine. The limits stand in the files of the process's control groups and of all groups above them, and the
@@ -16,6 +16,7 @@ import gc
 import logging
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -134,6 +135,13 @@ def remove_caches() -> None:
     """Remove the folders of `temporary_cache`, as an ordinary end of the process does."""
     while _temporary:
         shutil.rmtree(_temporary.pop(), ignore_errors=True)
+
+
+def end_with_parent() -> None:
+    """Kill this process, and the compilers that it runs, when standard input ends."""
+    while os.read(0, 4096):  # not by way of `sys.stdin`, whose lock the end of Python would wait for
+        pass
+    os.killpg(0, signal.SIGKILL)
 
 
 def _machine_memory(root: Path) -> tuple[int, int]:

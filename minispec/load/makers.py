@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
@@ -20,7 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import IO, cast
 
-from minispec.load.machine import host_memory
+from minispec.load.machine import end_with_parent, host_memory
 
 MADE = "made: "  # begins the lines that a process prints for steps
 HELD = 700 << 20  # bytes that a process holds, which uses one core
@@ -40,11 +39,9 @@ class Makers:
 
     COMMAND = (sys.executable, "-m", "minispec.load.makers")
 
-    def __init__(self, work: Work, count: int, wake: Callable[[], None] = lambda: None) -> None:
-        """`wake` is called, by a thread, whenever there is news."""
+    def __init__(self, work: Work, count: int) -> None:
         self.made: set[str] = set()  # names of steps
         self.last_words = "it said nothing"
-        self.ended = threading.Event()  # set when all processes have ended
         output, theirs = os.pipe()
         self.processes = [
             subprocess.Popen(self.COMMAND, bufsize=0, stdin=subprocess.PIPE, stdout=theirs, stderr=theirs,
@@ -54,32 +51,29 @@ class Makers:
         for process in self.processes:
             with suppress(BrokenPipeError):  # it has ended
                 cast(IO[bytes], process.stdin).write(pickle.dumps(work).hex().encode() + b"\n")
-        threading.Thread(target=self._listen, args=(output, wake), name="makers", daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, args=(output,), name="makers", daemon=True)
+        self._listener.start()
 
-    def _listen(self, output: int, wake: Callable[[], None]) -> None:
+    def _listen(self, output: int) -> None:
         with open(output, errors="replace") as lines:
             for line in lines:
                 if line.startswith(MADE):
                     self.made.add(line.removeprefix(MADE).strip())
                 else:
                     self.last_words = line.strip() or self.last_words
-                wake()
         for process in self.processes:
             process.wait()
-        self.ended.set()
-        wake()
 
-    def wait(self, step: str) -> None:
-        """Wait until a step's files are made, or all processes have ended."""
-        while step not in self.made and not self.ended.wait(0.1):
-            pass
+    @property
+    def ended(self) -> bool:
+        """Whether all processes have ended, and all that they said was heard."""
+        return not self._listener.is_alive()
 
     def close(self) -> None:
-        """End the processes and what they have started."""
+        """End the processes and what they have started; until they are gone, times of steps are not those to come."""
         for process in self.processes:
-            if process.poll() is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+            cast(IO[bytes], process.stdin).close()
+        self._listener.join(10)  # seconds
 
 
 def main() -> None:
@@ -87,13 +81,8 @@ def main() -> None:
     os.nice(NICENESS)
     logging.disable(logging.WARNING)  # the server has said it all, and the last line here is why the process ended
     work = bytes.fromhex(sys.stdin.readline())
-    threading.Thread(target=_end_with_the_server, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     pickle.loads(work)()
-
-
-def _end_with_the_server() -> None:
-    sys.stdin.read()
-    os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,13 @@ Read next: `load/ranks.py`; `load/build.py`, whose `follow` puts the engine toge
 from __future__ import annotations
 
 import logging
-import os
 import pickle
-import signal
 import sys
 import threading
 from typing import TYPE_CHECKING
 
 from minispec.config import Config
+from minispec.load.machine import end_with_parent
 
 if TYPE_CHECKING:
     from minispec.load.ranks import RankPlace
@@ -29,18 +28,11 @@ logger = logging.getLogger("minispec")
 def main() -> None:
     """Be the rank that standard input describes."""
     config, place = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stdout)
     from minispec.load.ranks import RankPlace  # torch takes seconds to import, and the parent may end meanwhile
 
     be_rank(config, RankPlace(*place))
-
-
-def _end_with_parent() -> None:
-    """Kill this process, and the compilers that it runs, when standard input ends."""
-    while os.read(0, 4096):  # not by way of `sys.stdin`, whose lock the end of Python would wait for
-        pass
-    os.killpg(0, signal.SIGKILL)
 
 
 def be_rank(config: Config, place: RankPlace | None = None) -> None:

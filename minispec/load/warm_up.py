@@ -1,7 +1,7 @@
 """What is done with an engine before it serves: all graphs are made, and steps are timed.
 
 Graphs are made by running steps on padding. Such a step serves no request and writes to page 0 and slot 0 alone, so it
-may run between two other steps. A server on a CPU makes its graphs while it serves, a step at a time (`warming.py`). In
+may run between two other steps. A server on a CPU loads its graphs while it serves, a step at a time (`warming.py`). In
 all other cases the graphs are made first.
 
 Read next: `engine.py`, whose steps these are; `files.py` for graphs; `makers.py`, processes that make them.
@@ -10,8 +10,8 @@ Read next: `engine.py`, whose steps these are; `files.py` for graphs; `makers.py
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -24,10 +24,12 @@ from minispec.load.makers import MADE, Makers
 from minispec.sampling import GREEDY, Needs
 from minispec.tree import Shape
 
+Step = DecodeBuffers | PrefillBuffers
+
 TIMED_CONTEXT = 512  # committed rows of the slots on which steps are timed
 
 
-def steps_of(engine: Engine) -> list[DecodeBuffers | PrefillBuffers]:
+def steps_of(engine: Engine) -> list[Step]:
     """Return every kind of step that has graphs of its own, in the order in which a server makes them.
 
     Decode steps for one request come first, then prompts.
@@ -42,21 +44,48 @@ def steps_of(engine: Engine) -> list[DecodeBuffers | PrefillBuffers]:
 def warm_up(engine: Engine, progress: Callable[[str], None], start: Callable[[int], Makers] | None = None) -> None:
     """Run every kind of step on padding, so that all is compiled.
 
-    start: starts processes that make files for so many steps (`Build.makers`), if a file is missing. Without it all is
-    compiled here, which takes long. If it is stopped, the cache has the graphs that are made.
+    start: that of `load_graphs`. Without it all is compiled here, which takes long. If it is stopped, the cache has the
+    graphs that are made.
     """
-    steps, makers = steps_of(engine), None
-    compiles = engine.device.type == "cuda" or has_compiler()
-    with ExitStack() as stack:
-        for number, step in enumerate(steps, 1):
-            progress(f"warm-up {number}/{len(steps)}: {step.name}")
-            if start is not None and not make_graphs(engine, step, compiles=False):
-                makers = makers or stack.enter_context(closing(start(len(steps) + 1 - number)))
-                makers.wait(step.name)
-            make_graphs(engine, step, compiles=compiles)
+    todo = steps_of(engine)
+    count, compiles = len(todo), engine.device.type == "cuda" or has_compiler()
+    with suppress(NotMade):  # what the processes have not made is compiled here
+        for name in load_graphs(engine, todo, start) if start is not None else ():
+            if name:
+                progress(f"warm-up {count - len(todo)}/{count}: {name}")
+            else:
+                time.sleep(0.1)
+    for number, step in enumerate(todo, count + 1 - len(todo)):
+        progress(f"warm-up {number}/{count}: {step.name}")
+        make_graphs(engine, step, compiles=compiles)
 
 
-def rehearse_step(engine: Engine, step: DecodeBuffers | PrefillBuffers) -> bool:
+def load_graphs(engine: Engine, todo: list[Step], start: Callable[[int], Makers]) -> Iterator[str]:
+    """Load from files what steps lack, and take each step that is `ready` off `todo`.
+
+    start: starts processes that make files for so many steps (`Build.makers`), if a file is missing. Yields the name of
+    each step, and "" while none can be loaded. Raises NotMade if the processes have ended and a file is still missing.
+    """
+    makers: Makers | None = None
+    try:
+        while todo:
+            ended = makers is not None and makers.ended
+            step = next((step for step in todo if makers is None or step.name in makers.made), None)
+            if step is not None and make_graphs(engine, step, compiles=False):
+                todo.remove(step)
+                yield step.name
+            elif makers is None:
+                makers = start(len(todo))
+            elif step is not None or ended:  # a full disk, say
+                raise NotMade(f"{step.name} was compiled, and is in no file" if step else makers.last_words)
+            else:
+                yield ""
+    finally:
+        if makers is not None:
+            makers.close()
+
+
+def rehearse_step(engine: Engine, step: Step) -> bool:
     """Make files of what a step runs, in an engine of `build.rehearse`; False if another process makes some of them."""
     outputs: dict[tuple, object] = {}
     return make_graphs(engine, step, outputs=outputs) and all(made is not NotMade for made, _ in outputs)
@@ -76,7 +105,7 @@ def make_files(rehearsal: Callable[[], AbstractContextManager[Engine]], threads:
 
 
 @torch.inference_mode()
-def make_graphs(engine: Engine, step: DecodeBuffers | PrefillBuffers, **how: Any) -> bool:
+def make_graphs(engine: Engine, step: Step, **how: Any) -> bool:
     """Make the graphs that a step lacks, by running it on padding, and set it `ready`, which is returned.
 
     how: members of `compiled.Mode`. With compiles=False graphs are taken from files; where one is in no file, or after

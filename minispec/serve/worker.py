@@ -136,7 +136,7 @@ class EngineThread(threading.Thread):
             scheduler = self._load()
             from minispec.serve.warming import Warming  # here, since the server listens before torch is imported
 
-            warming = self.warming = Warming(cast("LLM", self.llm), self._wake)
+            warming = self.warming = Warming(cast("LLM", self.llm))
             self.watchdog.start()
             while not self.stopped.is_set():
                 updates: list[Update] = []
@@ -148,7 +148,8 @@ class EngineThread(threading.Thread):
                         self.watchdog.rest()
                         if not (self.inbox.empty() and warming.turn(busy=False)):
                             scheduler.check()  # everything is delivered: now every page must be in its place
-                            waited.append(self.inbox.get())
+                            with suppress(queue.Empty):
+                                waited.append(self.inbox.get(timeout=warming.pause))
                     with self.watchdog:
                         while waited or not self.inbox.empty():
                             updates += (waited.pop() if waited else self.inbox.get())(scheduler)

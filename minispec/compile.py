@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from minispec.load.flags import config_from_args
+from minispec.load.machine import CACHE, code_folder
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -30,12 +31,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("--tp-size and --device cuda: files are made for one process on a CPU")
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     args.out.mkdir(mode=0o755, parents=True, exist_ok=True)
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(args.out.resolve())
+    os.environ[CACHE] = str(args.out.resolve())
     from minispec.llm import LLM  # here, since --help need not wait for torch
-    from minispec.load.files import HEADERS, folder
+    from minispec.load.files import HEADERS
 
     llm = LLM(config=config)
-    shutil.rmtree(folder() / HEADERS, ignore_errors=True)  # which only a compiler reads
+    shutil.rmtree(code_folder() / HEADERS, ignore_errors=True)  # which only a compiler reads
     if not llm.compiled:
         sys.exit("minispec: error: nothing was compiled: see above")
 

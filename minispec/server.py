@@ -33,7 +33,7 @@ from aiohttp import web
 
 from minispec.config import Config
 from minispec.load.flags import config_from_args
-from minispec.load.machine import own_compile_cache, remove_caches
+from minispec.load.machine import code_folder, remove_caches
 from minispec.replicas.workers import Replicas
 from minispec.replies.formats import CALLS, THOUGHTS, Formats, calls_of
 from minispec.request import Request, RequestError, Update, one_line, short
@@ -646,7 +646,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL)  # its errors quote raw requests, perhaps with keys
     for note in config.notes:
         logger.warning("%s", note)
-    own_compile_cache()
+    code_folder()
     code = 0
     try:
         rank = 0 if config.tp_size == 1 else config.first_rank()

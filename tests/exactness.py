@@ -359,4 +359,4 @@ def trace_only(patch: pytest.MonkeyPatch, folder: Path) -> None:
     """Have functions traced and not compiled, from now on; a folder takes what stands for their files."""
     patch.setattr(files_module, "loaded", {})
     patch.setattr(files_module, "BACKEND", Traced)
-    patch.setattr(files_module, "folder", lambda: folder)
+    patch.setattr(files_module, "code_folder", lambda: folder)

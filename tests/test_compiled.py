@@ -38,6 +38,7 @@ from minispec.cpu import joined
 from minispec.engine import Engine
 from minispec.load import files as files_module
 from minispec.load.files import DirectStep
+from minispec.load.machine import CACHE, _code_folder
 from minispec.scheduler import Scheduler
 from minispec.tree import Shape
 
@@ -116,7 +117,7 @@ def test_kernels_that_are_compiled_together_have_the_bits_of_kernels_alone(tmp_p
     files_module.prepare()  # so that compiled headers lie in the cache of all tests
     x, key, found = torch.randn(3, 40, generator=torch.Generator().manual_seed(1)), Numbered(), []
     for most, count in ((1, 3), (joined.MOST, 1)):
-        monkeypatch.setenv(files_module.CACHE, str(tmp_path / str(most)))
+        monkeypatch.setenv(CACHE, str(tmp_path / str(most)))
         monkeypatch.setattr(joined, "MOST", most)
         forget_graphs()
         with torch.inference_mode():
@@ -205,7 +206,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A cache of its own, in which the function of "nothing" is made."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(files_module.CACHE, str(folder))
+        patch.setenv(CACHE, str(folder))
         called(*(part() if callable(part) else part for part in CHANGES["nothing"]), compiles=True)
         yield folder
 
@@ -253,7 +254,7 @@ def test_a_file_that_is_damaged_or_could_be_anybody_s_never_runs(
     what: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     shutil.copytree(cache, tmp_path / "cache")
-    monkeypatch.setenv(files_module.CACHE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
     (made,) = (tmp_path / "cache" / "minispec").glob(f"*{files_module.ENDING}")
     make, *rest = CHANGES["nothing"]
     called(make(), *rest, compiles=False)
@@ -270,10 +271,10 @@ def test_a_file_that_is_damaged_or_could_be_anybody_s_never_runs(
         monkeypatch.setattr(os, "fstat", lambda file: theirs)
     else:
         (tmp_path / "cache").chmod(0o777)
-        files_module._folder.cache_clear()
+        _code_folder.cache_clear()
         if what != "a folder above":
             (tmp_path / "link").symlink_to(tmp_path / "cache")
-            monkeypatch.setenv(files_module.CACHE, str(tmp_path / "link"))
+            monkeypatch.setenv(CACHE, str(tmp_path / "link"))
     ran: list[Any] = []
     monkeypatch.setattr(torch.compiler, "load_compiled_function", lambda *args, **options: ran.append(args))
     with pytest.raises(NotMade):
@@ -293,10 +294,10 @@ def test_a_file_for_one_gpu_is_not_found_on_another(monkeypatch: pytest.MonkeyPa
 def test_a_cache_that_cannot_be_written_is_replaced_with_one_line(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv(files_module.CACHE, str(tmp_path))
+    monkeypatch.setenv(CACHE, str(tmp_path))
     monkeypatch.setattr(os, "access", lambda path, how: "minispec-inductor" in str(path))  # root may write everywhere
     called(Scaled(8.0), torch.ones(3), 7, frozenset({"a"}), compiles=True)
-    assert caplog.text.count("it cannot be written") == 1 and not list(tmp_path.rglob(f"*{files_module.ENDING}"))
+    assert caplog.text.count("minispec cannot be written") == 1 and not list(tmp_path.rglob(f"*{files_module.ENDING}"))
 
 
 def test_of_two_processes_with_one_cache_one_compiles(
@@ -304,7 +305,7 @@ def test_of_two_processes_with_one_cache_one_compiles(
 ) -> None:
     """A server waits for the other one's file; a process beside a server goes on with other functions."""
     shutil.copytree(cache, tmp_path / "cache")
-    monkeypatch.setenv(files_module.CACHE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
     make, *rest = CHANGES["nothing"]
     (made,) = (tmp_path / "cache" / "minispec").glob(f"{Scaled.step.__qualname__}-*{files_module.ENDING}")
     made.rename(tmp_path / "made")
@@ -325,7 +326,7 @@ def test_of_two_processes_with_one_cache_one_compiles(
 
 def test_without_a_compiler_files_are_loaded_all_the_same(cache: Path, tmp_path: Path) -> None:
     code = "import test_compiled as t; make, *rest = t.CHANGES['nothing']; t.called(make(), *rest, compiles=False)"
-    env = {"PATH": str(tmp_path), "HOME": str(tmp_path), files_module.CACHE: str(cache),
+    env = {"PATH": str(tmp_path), "HOME": str(tmp_path), CACHE: str(cache),
            "PYTHONPATH": os.pathsep.join(sys.path),
            "OMP_NUM_THREADS": str(torch.get_num_threads())}  # fmt: skip
     subprocess.run([sys.executable, "-c", code], env=env, check=True)
@@ -359,7 +360,7 @@ def test_what_a_killed_compiler_left_of_a_library_is_made_anew(cache: Path, tmp_
 def test_another_machine_takes_what_fits_from_a_folder(cache: Path, tmp_path: Path, monkeypatch, caplog) -> None:
     make, *rest = CHANGES["nothing"]
     for number, (mode, works) in enumerate([(0o755, True), (0o777, False)]):
-        monkeypatch.setenv(files_module.CACHE, str(tmp_path / f"own{number}"))
+        monkeypatch.setenv(CACHE, str(tmp_path / f"own{number}"))
         cache.chmod(mode)
         files_module.take_from(cache)
         with nullcontext() if works else pytest.raises(NotMade):

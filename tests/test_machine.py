@@ -199,3 +199,14 @@ def test_memory_that_is_freed_is_kept_for_the_next_to_ask() -> None:
         pytest.skip("the C library is not glibc")
     kept, default = (int(run.stdout) for run in runs)
     assert default >= 8 * 32 and kept * 10 < default  # pages of 2 MiB at the most
+
+
+def test_compiled_code_is_kept_whatever_a_new_folder_lets_the_user_s_group_do(tmp_path: Path) -> None:
+    """A umask of 002 is the default on some systems, where each user has a group alone."""
+    code = "import os; os.umask(2); from minispec.load.machine import code_folder; print(code_folder())"
+    env = {name: value for name, value in os.environ.items() if name != machine_module.CACHE}
+    for _ in ("an empty home", "a full one"):
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
+                             env=env | {"XDG_CACHE_HOME": str(tmp_path / "cache")})  # fmt: skip
+        assert Path(run.stdout.strip()) == tmp_path / "cache" / "minispec" / "inductor" / "minispec"
+        (tmp_path / "cache" / "minispec").chmod(0o775)  # as earlier releases made it

@@ -52,6 +52,7 @@ from minispec.drafter import Drafter, HostDrafter
 from minispec.load import files as files_module
 from minispec.load.build import rehearse
 from minispec.load.files import DirectStep, compile_function
+from minispec.load.machine import CACHE
 from minispec.load.makers import NICENESS, Makers
 from minispec.load.warm_up import make_graphs, rehearse_step, steps_of, time_steps
 from minispec.model import Block
@@ -361,7 +362,7 @@ def test_a_first_answer_waits_neither_for_dynamo_nor_for_garbage_where_there_are
         print([name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules])
     """
     run = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True,
-                         env=os.environ | {files_module.CACHE: str(tmp_path)})  # fmt: skip
+                         env=os.environ | {CACHE: str(tmp_path)})  # fmt: skip
     assert run.stdout.splitlines()[-2:] == ["True True True", "[]"]
 
 

@@ -43,7 +43,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from minispec.compiled import Key, NotMade, Step, calling, mode
 from minispec.cpu import template
 from minispec.cpu.joined import join_kernels
-from minispec.load.machine import CACHE, own_compile_cache, temporary_cache
+from minispec.load.machine import code_folder, is_ours, trusted
 
 logger = logging.getLogger("minispec")
 
@@ -255,7 +255,7 @@ def find(function: Step, args: Sequence[Any], name: str) -> Loaded:
     if not mode.compiles:
         raise NotMade(f"{function.__qualname__} is in no file yet")
     try:  # a killed process's lock is released
-        with FileLock(folder() / f"{label}.lock", timeout=-1 if mode.outputs is None else 0):
+        with FileLock(code_folder() / f"{label}.lock", timeout=-1 if mode.outputs is None else 0):
             return _look(label, function, args) or _make(label, function, args)  # as another may have made it meanwhile
     except Timeout:
         raise NotMade(f"another process makes {label}") from None
@@ -263,10 +263,10 @@ def find(function: Step, args: Sequence[Any], name: str) -> Loaded:
 
 def _look(label: str, function: Step, args: Sequence[Any]) -> Loaded | None:
     """Return the function of the first file of a label that is right for these arguments; a rehearsal gets no code."""
-    for path in sorted(folder().glob(f"{label}.*{ENDING}")):
+    for path in sorted(code_folder().glob(f"{label}.*{ENDING}")):
         try:
             with open(path, "rb") as file:
-                if not _ours(os.fstat(file.fileno())):
+                if not is_ours(os.fstat(file.fileno())):
                     raise PermissionError("it can be written by others")
                 checksum, content = file.read(64), file.read()
             if checksum != _sum(content):
@@ -298,7 +298,7 @@ def _make(label: str, function: Step, args: Sequence[Any]) -> Loaded:
         sources = {part.module: _checksum(part.module) for part in made.source_info().inlined_sources}
         content = pickle.dumps((found.facts, sources, type(made).serialize(made).serialized_data))
         number = _sum(repr(found.facts).encode())[:16].decode()
-        _write(folder() / f"{label}.{number}{ENDING}", _sum(content) + content)
+        _write(code_folder() / f"{label}.{number}{ENDING}", _sum(content) + content)
     except Exception as error:  # a full disk, say, or a function that holds what cannot be pickled
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         logger.warning("compiled code of %s is not kept: %s", function.__qualname__, why)
@@ -366,7 +366,8 @@ def prepare() -> None:
     # Unset, it would be missing from the key, and code be made for another number of threads.
     config.cpp.threads = torch.get_num_threads()
     # PyTorch keeps compiled headers in a folder that all users share, and others could put code there.
-    vars(codecache).update(_HEADER_DIR=str(folder() / HEADERS), _HEADER_LOCK_DIR=str(folder() / HEADERS / "locks"))
+    headers = code_folder() / HEADERS
+    vars(codecache).update(_HEADER_DIR=str(headers), _HEADER_LOCK_DIR=str(headers / "locks"))
     template.lower()
     join_kernels()
     if not has_compiler():  # what is in files is loaded all the same, if nothing asks the compiler
@@ -388,66 +389,21 @@ def has_compiler() -> bool:
     return shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
-# ---- the folder ------------------------------------------------------------------------------------------------------
-
-
-def folder() -> Path:
-    """Return the folder of the files, in Inductor's cache; it exists.
-
-    A cache that others can write is replaced by one that only this process and its children have.
-    """
-    own_compile_cache()
-    return _folder(os.environ[CACHE])
-
-
-@functools.cache
-def _folder(cache: str) -> Path:
-    path = Path(cache) / "minispec"
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = trusted(path)
-        if not os.access(path, os.W_OK):
-            raise PermissionError("it cannot be written")
-    except OSError as error:
-        own = temporary_cache()
-        logger.warning("compiled code is not kept in %s, since %s; it is in %s until the end", cache, error, own)
-        return _folder(own)
-    return path
-
-
-def trusted(path: Path) -> Path:
-    """Return a folder's path without links; raises OSError unless only this user and root can put code there.
-
-    A sticky folder's entries cannot be replaced by others.
-    """
-    path = path.resolve()
-    for part in (path, *path.parents):
-        status = part.stat()
-        if not _ours(status) and not (status.st_uid in (0, os.getuid()) and status.st_mode & stat.S_ISVTX):
-            raise PermissionError(f"{part} can be written by others")
-    return path
-
-
-def _ours(status: os.stat_result) -> bool:
-    """Return whether a file or folder belongs to this user or root, and nobody else can write it."""
-    return status.st_uid in (0, os.getuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-
-
 def is_empty() -> bool:
     """Return whether there is no file at all."""
-    return not any(folder().glob(f"*{ENDING}"))
+    return not any(code_folder().glob(f"*{ENDING}"))
 
 
 def take_from(source: Path) -> None:
     """Copy what a folder that `minispec.compile` filled has and our cache lacks, with the machine code beside it."""
     try:
         source = trusted(source)
-        found = [path for path in source.rglob("*") if stat.S_ISREG(path.lstat().st_mode) and _ours(path.lstat())]
+        found = [path for path in source.rglob("*") if stat.S_ISREG(path.lstat().st_mode) and is_ours(path.lstat())]
     except OSError as error:
         logger.warning("--compiled-files %s is not used: %s", source, error)
         return
     for path in found:
-        place = folder().parent / path.relative_to(source)
+        place = code_folder().parent / path.relative_to(source)
         if not place.exists():
             place.parent.mkdir(parents=True, exist_ok=True)
             _write(place, path.read_bytes())

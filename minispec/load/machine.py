@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import gc
 import logging
 import os
 import shutil
 import signal
+import stat
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -103,38 +105,65 @@ def uncollected() -> Iterator[None]:
         gc.enable()
 
 
-def own_compile_cache() -> None:
-    """Point torch.compile's cache, which holds executable code, to a folder that only this user can write.
+def code_folder() -> Path:
+    """Return the folder for files of compiled functions, in torch.compile's cache, which holds code too; it exists.
 
-    PyTorch's default is a guessable folder in the shared temporary directory.
+    The cache is the user's, since PyTorch's default is a guessable folder in the shared temporary directory. A cache
+    that others can write is replaced by one that only this process and its children have.
     """
-    if CACHE in os.environ:
-        return
+    return _code_folder(os.environ.get(CACHE))
+
+
+@functools.cache
+def _code_folder(given: str | None) -> Path:
     try:
-        folder = cache_root() / "inductor"
-        folder.mkdir(parents=True, exist_ok=True)
-        folder.chmod(0o700)  # raises PermissionError where the folder is someone else's
-        os.environ[CACHE] = str(folder)
-    except (OSError, RuntimeError):  # no home, or not ours: compiled code is then not kept
-        temporary_cache()
-    logger.info("compiled code is kept in %s (%s)", os.environ[CACHE], CACHE)
+        cache = cache_root() / "inductor" if given is None else Path(given)
+        if given is None:
+            cache.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for own in (cache.parent, cache):
+                own.mkdir(mode=0o700, exist_ok=True)
+                if not is_ours(own.stat()):  # many a umask lets the user's group write
+                    own.chmod(0o700)
+            logger.info("compiled code is kept in %s (%s)", cache, CACHE)
+        (cache / "minispec").mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = trusted(cache / "minispec")
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(f"{folder} cannot be written")
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        _temporary.append(tempfile.mkdtemp(prefix="minispec-inductor-"))
+        atexit.register(remove_caches)
+        folder = Path(_temporary[-1], "minispec")
+        folder.mkdir()
+        logger.warning("compiled code is in %s until the end, and is not kept: %s", folder.parent, error)
+    os.environ[CACHE] = str(folder.parent)
+    return folder
 
 
 _temporary: list[str] = []  # the folders of this process
 
 
-def temporary_cache() -> str:
-    """Point that cache to a new folder, which this process removes when it ends; returns the folder."""
-    os.environ[CACHE] = folder = tempfile.mkdtemp(prefix="minispec-inductor-")
-    _temporary.append(folder)
-    atexit.register(remove_caches)
-    return folder
-
-
 def remove_caches() -> None:
-    """Remove the folders of `temporary_cache`, as an ordinary end of the process does."""
+    """Remove the folders that took the place of a cache, as an ordinary end of the process does."""
     while _temporary:
         shutil.rmtree(_temporary.pop(), ignore_errors=True)
+
+
+def trusted(path: Path) -> Path:
+    """Return a folder's path without links; raises OSError unless only this user and root can put code there.
+
+    A sticky folder's entries cannot be replaced by others.
+    """
+    path = path.resolve()
+    for part in (path, *path.parents):
+        status = part.stat()
+        if not is_ours(status) and not (status.st_uid in (0, os.getuid()) and status.st_mode & stat.S_ISVTX):
+            raise PermissionError(f"{part} can be written by others")
+    return path
+
+
+def is_ours(status: os.stat_result) -> bool:
+    """Return whether a file or folder belongs to this user or root, and nobody else can write it."""
+    return status.st_uid in (0, os.getuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def end_with_parent() -> None:

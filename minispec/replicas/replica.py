@@ -26,7 +26,7 @@ import numpy as np
 
 from minispec.config import Config
 from minispec.corpora import Corpus, Tokens
-from minispec.load.machine import own_compile_cache
+from minispec.load.machine import code_folder
 from minispec.replicas.wire import Told, Values
 from minispec.request import ABORTED, Finish, Request, RequestError, Update, one_line
 from minispec.serve.front import Front
@@ -53,7 +53,7 @@ class Replica:
         self.config = Config(**flags)
         logging.basicConfig(format="[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S",
                             level=self.config.log_level.upper())  # fmt: skip
-        own_compile_cache()
+        code_folder()
         self.incarnation = uuid.uuid4().hex
         self.engine: EngineThread | None = None
         self.told: dict[str, Told] = {}  # rid -> a request that is here

@@ -221,13 +221,20 @@ def test_a_file_serves_what_it_was_made_for_and_nothing_else(what: str, cache: P
         called(make(), *rest, compiles=False)
 
 
+def test_a_graph_of_this_process_knows_the_options_that_it_was_made_with(cache: Path) -> None:
+    make, *rest = CHANGES["nothing"]
+    called(make(), *rest, compiles=False)
+    with inductor.patch(emulate_precision_casts=True), calling(compiles=False), pytest.raises(NotMade):
+        DirectStep(Scaled.step)(make(), rest[0], Numbered(rest[1]), rest[2])
+
+
 AROUND = ("a global", "a function", "the source", "the lowerings", "PyTorch", "Python", "the threads", "the processor")
 
 
 @pytest.mark.parametrize("what", AROUND)
 def test_a_file_knows_what_was_around_it(what: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make, *rest = CHANGES["nothing"]
-    files_module._fixed.cache_clear()
+    files_module._machine.cache_clear()
     files_module._checksum.cache_clear()
     here = sys.modules[__name__]
     changes: dict[str, Callable[[], Any]] = {
@@ -244,7 +251,7 @@ def test_a_file_knows_what_was_around_it(what: str, cache: Path, monkeypatch: py
         changes[what]()
         with pytest.raises(NotMade):
             called(make(), *rest, compiles=False)
-    files_module._fixed.cache_clear()
+    files_module._machine.cache_clear()
 
 
 @pytest.mark.parametrize(

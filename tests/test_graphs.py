@@ -250,9 +250,9 @@ def graphs_on_an_h100(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> Coun
         drafter.compile(DirectStep)
         found = set[tuple[str, str]]()
 
-        def note(function: Step, args: Any, name: str) -> None:
+        def note(function: Step, args: Any, label: str) -> None:
             """Note what is asked for, as if another process made it."""
-            found.add((function.__qualname__, name))
+            found.add((function.__qualname__, label))
             raise NotMade
 
         monkeypatch.setattr(files, "find", note)

@@ -89,18 +89,19 @@ class DirectStep:
         """Return the compiled function for a key: one that is loaded already, or that of a file, or a new one."""
         prepare()
         with any_size(args[1:], key):
-            name = _name(args)
-            graphs = loaded.setdefault((self.function, name), [])
+            label = label_of(self.function, args)
+            graphs = loaded.setdefault((self.function, label), [])
             found = next((graph for graph in graphs if graph.fits(args)), None)
             if found is None:
-                graphs.append(found := find(self.function, args, name))
+                graphs.append(found := find(self.function, args, label))
             return found
 
     def _rehearse(self, args: Sequence[Any], key: Key, outputs: dict[Any, Any]) -> Any:
         """Have a file made; run eagerly, once for each graph, and return later what was returned then."""
-        at: tuple[Any, Any] = (NotMade, (self.function, _name(args)))  # if another process makes it
+        label = label_of(self.function, args)  # with all sizes, those that a graph leaves open too
+        at: tuple[Any, Any] = (NotMade, label)  # if another process makes it
         with suppress(NotMade):
-            at = (id(self._find(args, key)), _name(args))
+            at = (id(self._find(args, key)), label)
         if at not in outputs:
             with calling(eager=True):
                 outputs[at] = self.function(*args)
@@ -145,11 +146,6 @@ def _given(args: Sequence[Any]) -> tuple:
         else tuple(sorted(arg)) if isinstance(arg, frozenset) else arg is None
         for arg in args
     ])  # fmt: skip
-
-
-def _name(args: Sequence[Any]) -> str:
-    """Return what `_given` says, and what is known of the arguments' tensors."""
-    return f"{_given(args)} {[described(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]}"
 
 
 # ---- facts -----------------------------------------------------------------------------------------------------------
@@ -208,7 +204,7 @@ class _Globals(dict[str, Any]):
 
 _code = functools.cache(functools.partial(compile, filename="<guard>", mode="eval"))
 _signature = functools.cache(inspect.signature)
-loaded: dict[tuple[Step, str], list[Loaded]] = {}  # the graphs of this process, by function and `_name`
+loaded: dict[tuple[Step, str], list[Loaded]] = {}  # the graphs of this process, by function and label
 
 
 def compile_function(function: Step, args: Sequence[Any]) -> tuple[Loaded, Any]:
@@ -243,13 +239,17 @@ def tuning(function: Step, args: Sequence[Any]) -> dict[str, Any]:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def find(function: Step, args: Sequence[Any], name: str) -> Loaded:
+def label_of(function: Step, args: Sequence[Any]) -> str:
+    """Return how the name of a file begins: what is known without tracing, and what facts do not show (`machine`)."""
+    known = [described(leaf) for leaf in tree_leaves(args)], machine(args)
+    return f"{function.__qualname__}-{_sum(repr(known).encode())[:32].decode()}"
+
+
+def find(function: Step, args: Sequence[Any], label: str) -> Loaded:
     """Return a function compiled for these arguments, the owner first: from a file, or compiled and kept in one.
 
-    name: of the file, without what `machine` says. Raises NotMade if it is in no file and `mode` forbids to compile, or
-    in a rehearsal if another process is making it.
+    Raises NotMade if it is in no file and `mode` forbids to compile, or in a rehearsal if another process is making it.
     """
-    label = f"{function.__qualname__}-{_sum(f'{name} {machine(args)}'.encode())[:32].decode()}"
     if found := _look(label, function, args):
         return found
     if not mode.compiles:
@@ -328,17 +328,21 @@ def machine(args: Sequence[Any]) -> str:
     from torch._inductor import config
 
     gpu = next((torch.cuda.get_device_name(arg.device) for arg in args if isinstance(arg, Tensor) and arg.is_cuda), "")
-    options = sorted((name, str(value)) for name, value in config.save_config_portable().items())
-    return repr((gpu, options, _fixed()))
+    return _machine(gpu, config.get_hash())
 
 
 @functools.cache
-def _fixed() -> tuple:
-    """Return the part of `machine` that stays while this process lives."""
+def _machine(gpu: str, options: bytes) -> str:
+    """Return what `machine` does; options: changes when Inductor's do, and says more of them than code depends on."""
+    from torch._inductor import config
+
     package = Path(__file__).parent.parent
     lowerings = sorted(path for place in (".", "cpu", "cuda") for path in (package / place).glob("*.py"))
-    code, cpu = _sum(b"".join(path.read_bytes() for path in lowerings)), sorted(torch.cpu.get_capabilities().items())
-    return FORMAT, torch.__version__, platform.python_version(), platform.machine(), cpu, code
+    return repr((
+        FORMAT, torch.__version__, platform.python_version(), platform.machine(), gpu,
+        sorted(torch.cpu.get_capabilities().items()), _sum(b"".join(path.read_bytes() for path in lowerings)),
+        sorted((name, str(value)) for name, value in config.save_config_portable().items()),
+    ))  # fmt: skip
 
 
 def prepare() -> None:

@@ -234,7 +234,7 @@ AROUND = ("a global", "a function", "the source", "the lowerings", "PyTorch", "P
 @pytest.mark.parametrize("what", AROUND)
 def test_a_file_knows_what_was_around_it(what: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make, *rest = CHANGES["nothing"]
-    files_module._machine.cache_clear()
+    files_module.machine.cache_clear()
     files_module._checksum.cache_clear()
     here = sys.modules[__name__]
     changes: dict[str, Callable[[], Any]] = {
@@ -251,7 +251,7 @@ def test_a_file_knows_what_was_around_it(what: str, cache: Path, monkeypatch: py
         changes[what]()
         with pytest.raises(NotMade):
             called(make(), *rest, compiles=False)
-    files_module._machine.cache_clear()
+    files_module.machine.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_a_file_for_one_gpu_is_not_found_on_another(monkeypatch: pytest.MonkeyPa
         x = torch.empty(2, device="cuda")
     names = ["NVIDIA H100", "NVIDIA H200"]
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names.pop())
-    assert files_module.machine([x]) != files_module.machine([x])
+    assert files_module.label_of(added, [x]) != files_module.label_of(added, [x])
 
 
 def test_a_cache_that_cannot_be_written_is_replaced_with_one_line(

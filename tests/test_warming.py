@@ -151,7 +151,7 @@ def test_a_graph_that_no_file_has_is_not_compiled_and_the_step_goes_on_eagerly(m
     scheduler = deferred(Oracle(truth_of(MODEL), nodes=6))
     engine = scheduler.engine
     monkeypatch.setattr(files_module, "loaded", {})
-    monkeypatch.setattr("minispec.load.files._machine", lambda *known: "others")  # so that no file fits
+    monkeypatch.setattr("minispec.load.files.machine", lambda *known: "others")  # so that no file fits
     assert not make_graphs(engine, steps_of(engine)[0], compiles=False)
     assert not steps_of(engine)[0].ready
     asked = request("r", PROMPT)

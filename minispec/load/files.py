@@ -6,9 +6,10 @@ for every layer and plan, and later calls go straight to the code, which refuses
 nothing else. One argument, the key (`compiled.Key`), stands for all that stays. What was found for it ends with it.
 
 Guards become facts, which stand in the file beside the code: an expression over the function's arguments, and what it
-gave. They are checked before the code is called for new arguments (`Loaded.fits`), so a wrong file is never run. A
-file's name only has to find it: it holds what can be seen without tracing, and what facts do not show (`machine`). A
-file is code, since loading unpickles, so nobody but this user and root may be able to write it (`trusted`).
+gave; checksums of the sources are facts too. They are checked before the code is called for new arguments
+(`Loaded.fits`), so a wrong file is never run. A file's name begins with what finds it (`label_of`) and ends with the
+checksum of its content. A file is code, since loading unpickles, so nobody but this user and root may be able to write
+it (`machine.trusted`).
 
 Read next: `model.py`, `beam.py` and `engine.py`, whose functions these are; `makers.py`, processes that make files.
 """
@@ -47,7 +48,6 @@ from minispec.load.machine import code_folder, is_ours, trusted
 
 logger = logging.getLogger("minispec")
 
-FORMAT = 4  # to be raised when what a file holds changes
 ENDING = ".code"  # of a file's name
 HEADERS = "headers"  # the folder of compiled headers, of 150 MB each
 BACKEND: Any = "inductor"  # of torch.compile
@@ -142,8 +142,8 @@ def any_size(args: Sequence[Any], key: Key) -> Iterator[None]:
 def _given(args: Sequence[Any]) -> tuple:
     """Return what decides which graph serves these arguments: sets, and which arguments and members are None."""
     return tuple([
-        tuple([member is None for member in arg]) if isinstance(arg, tuple)
-        else tuple(sorted(arg)) if isinstance(arg, frozenset) else arg is None
+        arg if isinstance(arg, frozenset)
+        else tuple([member is None for member in arg]) if isinstance(arg, tuple) else arg is None
         for arg in args
     ])  # fmt: skip
 
@@ -188,7 +188,7 @@ class Loaded(NamedTuple):
     def fits(self, args: Sequence[Any]) -> bool:
         """Return whether the code is right for these arguments, the owner included; to be called in `any_size`."""
         names = {**_signature(self.function).bind(*args).arguments, **inspect.getclosurevars(self.function).nonlocals}
-        names["G"] = _Globals(self.function.__globals__)
+        names |= {"G": _Globals(self.function.__globals__), "_checksum": _checksum}
         try:
             return self.facts == _facts({name: eval(_code(name), names) for name in self.facts})
         except (AttributeError, LookupError, NameError, TypeError):  # something that the code reads is not there
@@ -222,6 +222,8 @@ def compile_function(function: Step, args: Sequence[Any]) -> tuple[Loaded, Any]:
     options = {**tuning(function, args), "guard_filter_fn": note}
     compiler: Any = torch.compile(function, backend=BACKEND, fullgraph=True, dynamic=False, options=options)
     made = compiler.aot_compile((tuple(args), {}))
+    modules = {part.module for part in made.source_info().inlined_sources}
+    values |= {f"_checksum({module!r})": _checksum(module) for module in modules}
     return Loaded(function, _facts(values), made.fn), made
 
 
@@ -241,8 +243,13 @@ def tuning(function: Step, args: Sequence[Any]) -> dict[str, Any]:
 
 def label_of(function: Step, args: Sequence[Any]) -> str:
     """Return how the name of a file begins: what is known without tracing, and what facts do not show (`machine`)."""
-    known = [described(leaf) for leaf in tree_leaves(args)], machine(args)
-    return f"{function.__qualname__}-{_sum(repr(known).encode())[:32].decode()}"
+    from torch._inductor import config
+
+    leaves = tree_leaves(args)
+    device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cuda), None)
+    gpu = "" if device is None else torch.cuda.get_device_name(device)
+    known = [described(leaf) for leaf in leaves], machine(gpu, config.get_hash())
+    return f"{function.__qualname__}-{_sum(repr(known).encode())[:32]}"
 
 
 def find(function: Step, args: Sequence[Any], label: str) -> Loaded:
@@ -268,12 +275,12 @@ def _look(label: str, function: Step, args: Sequence[Any]) -> Loaded | None:
             with open(path, "rb") as file:
                 if not is_ours(os.fstat(file.fileno())):
                     raise PermissionError("it can be written by others")
-                checksum, content = file.read(64), file.read()
-            if checksum != _sum(content):
+                content = file.read()
+            if _sum(content) not in path.name:
                 raise ValueError("it is not whole")
-            facts, sources, code = pickle.loads(content)
+            facts, code = pickle.loads(content)
             found = Loaded(function, facts, function)
-            if any(_checksum(module) != known for module, known in sources.items()) or not found.fits(args):
+            if not found.fits(args):
                 continue
             if mode.outputs is None:
                 made: Any = torch.compiler.load_compiled_function(io.BytesIO(code), f_globals=function.__globals__)
@@ -295,10 +302,8 @@ def _make(label: str, function: Step, args: Sequence[Any]) -> Loaded:
         Path(cut[1]).unlink()  # what a compiler that was killed left of a library, which Inductor tries to load
         return _make(label, function, args)
     try:
-        sources = {part.module: _checksum(part.module) for part in made.source_info().inlined_sources}
-        content = pickle.dumps((found.facts, sources, type(made).serialize(made).serialized_data))
-        number = _sum(repr(found.facts).encode())[:16].decode()
-        _write(code_folder() / f"{label}.{number}{ENDING}", _sum(content) + content)
+        content = pickle.dumps((found.facts, type(made).serialize(made).serialized_data))
+        _write(code_folder() / f"{label}.{_sum(content)}{ENDING}", content)
     except Exception as error:  # a full disk, say, or a function that holds what cannot be pickled
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         logger.warning("compiled code of %s is not kept: %s", function.__qualname__, why)
@@ -312,35 +317,31 @@ def _write(path: Path, content: bytes) -> None:
     os.replace(file.name, path)
 
 
-def _sum(content: bytes) -> bytes:
-    return hashlib.sha256(content).hexdigest().encode()
+def _sum(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 @functools.cache
-def _checksum(module: str) -> bytes:
+def _checksum(module: str) -> str:
     """Return the checksum of a module's source; empty if it has none, or is none of this process."""
     path = getattr(sys.modules.get(module), "__file__", None)
-    return _sum(Path(path).read_bytes()) if path else b""
-
-
-def machine(args: Sequence[Any]) -> str:
-    """Return what compiled code takes for granted of processor or GPU, PyTorch, its options, and our operators."""
-    from torch._inductor import config
-
-    gpu = next((torch.cuda.get_device_name(arg.device) for arg in args if isinstance(arg, Tensor) and arg.is_cuda), "")
-    return _machine(gpu, config.get_hash())
+    return _sum(Path(path).read_bytes()) if path else ""
 
 
 @functools.cache
-def _machine(gpu: str, options: bytes) -> str:
-    """Return what `machine` does; options: changes when Inductor's do, and says more of them than code depends on."""
+def machine(gpu: str, options: bytes) -> str:
+    """Return what compiled code takes for granted of processor or GPU, PyTorch, its options, and our operators.
+
+    options: a hash that changes with Inductor's options, and with some on which no code depends.
+    """
     from torch._inductor import config
 
     package = Path(__file__).parent.parent
-    lowerings = sorted(path for place in (".", "cpu", "cuda") for path in (package / place).glob("*.py"))
+    ours = ("*.py", "cpu/*.py", "cuda/*.py", "load/files.py")
+    sources = sorted(path for pattern in ours for path in package.glob(pattern))
     return repr((
-        FORMAT, torch.__version__, platform.python_version(), platform.machine(), gpu,
-        sorted(torch.cpu.get_capabilities().items()), _sum(b"".join(path.read_bytes() for path in lowerings)),
+        torch.__version__, platform.python_version(), platform.machine(), gpu,
+        sorted(torch.cpu.get_capabilities().items()), _sum(b"".join(path.read_bytes() for path in sources)),
         sorted((name, str(value)) for name, value in config.save_config_portable().items()),
     ))  # fmt: skip
 

@@ -191,7 +191,7 @@ class Build:
         if self.device.type == "cpu" and can_pack(self.dtype):
             for model in (drafter.network, unsplit, None if self.rowwise else network):
                 if model is not None:
-                    pack_linears(model, keep, self.compiled and keep)
+                    pack_linears(model, keep and self.compiled, keep and self.compiled)
             if keep and not self.rowwise:
                 pack_integers(network, self.compiled)
         return parts

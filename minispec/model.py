@@ -268,8 +268,8 @@ class Model(nn.Module):
         return model
 
     def tie(self) -> None:
-        """Let the LM head use the embedding's weight if the config ties them."""
-        if self.config.tied:
+        """Let a plain LM head use the embedding's weight if the config ties them."""
+        if self.config.tied and isinstance(self.lm_head, nn.Linear):
             self.lm_head.weight = self.embed_tokens.weight
 
     def compile_blocks(self, compiler: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:

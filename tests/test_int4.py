@@ -1,7 +1,8 @@
-"""Weights of 4 bits: a file's own numbers, products that are theirs, and what is refused."""
+"""Weights of 4 and 8 bits in groups: a file's own numbers, products that are theirs, and what is refused."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,17 @@ from minispec import LLM, SamplingParams
 from minispec.attention import Causal
 from minispec.compiled import Key
 from minispec.config import Config
+from minispec.cpu.groups import FEW, Groups, Rows
+from minispec.cpu.groups import dense as in_float32
 from minispec.cpu.int4 import Codes, Int4Linear, dense, nearest
+from minispec.cpu.linear import PackedLinear
 from minispec.cpu.template import reason_against_int4
-from minispec.load import files
+from minispec.load import files, gguf_weights
 from minispec.load.build import Build, choose_device
 from minispec.load.files import DirectStep
-from minispec.load.gguf_weights import FOUR_BITS, FileWeights, four_bits
+from minispec.load.gguf_weights import KINDS, FileWeights
+from minispec.load.gguf_weights import numbers as numbers_of
+from minispec.load.memory import size_of
 
 BF16 = torch.bfloat16
 needs_int4 = pytest.mark.skipif(reason_against_int4(BF16) is not None, reason=f"{reason_against_int4(BF16)}")
@@ -33,7 +39,8 @@ def rows_of(name: str, rows: int, inputs: int) -> np.ndarray:
     kind, random = gguf.GGMLQuantizationType[name], np.random.default_rng(len(name))
     values, size = gguf.GGML_QUANT_SIZES[kind]
     raw = random.integers(0, 256, (rows * inputs // values, size), dtype=np.uint8)
-    for at in (0,) if name == "Q4_0" else (0, 2):
+    places = {"Q4_1": (0, 2), "Q4_K": (0, 2), "Q5_1": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+    for at in places.get(name, (0,)):
         raw[:, at : at + 2] = random.uniform(-0.01, 0.01, (len(raw), 1)).astype(np.float16).view(np.uint8)
     return raw.reshape(rows, -1)
 
@@ -52,11 +59,11 @@ def weight_of(numbers: Codes) -> Tensor:
 
 
 @needs_int4
-@pytest.mark.parametrize("name", FOUR_BITS)
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.bits == 4])
 def test_weights_and_products_are_those_of_the_file(name: str) -> None:
     raw = rows_of(name, 192, 512)
     want = torch.from_numpy(np.array(gguf.dequantize(raw, gguf.GGMLQuantizationType[name])))
-    numbers = four_bits(raw, name)
+    numbers = numbers_of(raw, name)
     torch.testing.assert_close(weight_of(numbers), want, rtol=1e-6, atol=1e-6 * float(want.abs().max()))
     layer, x = filled(numbers), torch.randn(64, 512)
     held = dense(layer.weight, layer.scales).T  # scales and zeros are rounded to bfloat16
@@ -80,7 +87,7 @@ def test_compiled_products_of_few_rows_have_the_bits_of_eager_ones_and_files_too
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch._dynamo.reset()
-    layer, x = filled(four_bits(rows_of("Q4_K", 128, 512), "Q4_K")), torch.randn(40, 512).bfloat16()
+    layer, x = filled(numbers_of(rows_of("Q4_K", 128, 512), "Q4_K")), torch.randn(40, 512).bfloat16()
     with torch.inference_mode():
         want = layer(x[-16:].relu())
         for rows in (1, 8):
@@ -92,6 +99,28 @@ def test_compiled_products_of_few_rows_have_the_bits_of_eager_ones_and_files_too
         run = torch.compile(product, fullgraph=True, dynamic=False)
         torch._dynamo.maybe_mark_dynamic(many := x.clone(), 0)
         assert (run(layer, many, None)[-16:] - want).abs().max() < 1e-2 * want.abs().max()
+
+
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.bits == 8])
+def test_weights_of_8_bits_are_the_file_s_and_a_row_has_the_same_bits_among_few(name: str) -> None:
+    torch._dynamo.reset()
+    raw, kind = rows_of(name, 192, 512), KINDS[name]
+    want = torch.from_numpy(np.array(gguf.dequantize(raw, gguf.GGMLQuantizationType[name])))
+    groups = Groups(192, 512, kind.size, kind.has_zero)
+    groups.fill(numbers_of(piece, name) for piece in np.array_split(raw, 5))
+    layer = PackedLinear(torch.nn.Linear(512, 192, dtype=BF16), several=groups)
+    assert torch.equal(in_float32(groups.weight, groups.scale, groups.zero), want)
+    embedded = Rows(groups, torch.float32)(torch.tensor([[7, 191]]))
+    assert torch.equal(embedded, want[torch.tensor([[7, 191]])])
+    x = torch.randn(FEW + 1, 512).bfloat16().relu()
+    exact = x.double() @ want.double().T + layer.bias.double()
+    with torch.inference_mode():
+        step = DirectStep(product)
+        for rows in (1, 2, FEW, FEW + 1):
+            got = step(layer, x[-rows:].clone(), Key())
+            assert got.dtype == BF16 and (got - exact[-rows:]).abs().max() < 1e-2 * exact.abs().max(), f"{rows} rows"
+            assert rows > FEW or torch.equal(got[-1:], step(layer, x[-1:].clone(), Key()))
+        assert (layer(x) - exact).abs().max() < 1e-2 * exact.abs().max()
 
 
 def test_codes_are_nearer_than_those_of_a_group_s_ends() -> None:
@@ -134,11 +163,54 @@ def test_a_model_of_a_file_is_the_one_in_it(name: str, tmp_path: Path) -> None:
     kinds = [name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, Int4Linear)]
     # What v shares a layer with has 16 bits too.
     assert kinds == ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"][not all_four :] * len(model.layers)
-    assert told[-1].startswith(f"gguf weights: {len(kinds)} of {4 * len(model.layers)} linear layers keep 4 bits")
+    others = 4 * len(model.layers) - len(kinds) + 1  # with the LM head
+    assert told[-1] == f"gguf weights: {len(kinds)} have 4 bits, 0 have 8 bits, {others} have 16 bits"
     converted = Build(Config(model_path=str(path), dtype="float32"), told.append).network()
     ids, at = torch.arange(40)[None] * 5 % 300, torch.arange(40)[None]
     logits, want = (m.logits(m(ids, at, Causal(m.config.windows(40)))[0]) for m in (model, converted))
     assert (logits - want).norm() < 0.05 * want.norm()
+
+
+@needs_int4
+@pytest.mark.parametrize("name", ["llama-tied", "qwen2"])
+def test_types_of_5_to_8_bits_take_8_beside_4_and_nothing_is_there_twice(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mixed(writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray]) -> None:
+        """Have a file's tensors of four types, as those of a Q4_K_M differ."""
+        types = {"attn_v": "Q5_1", "ffn_down": "Q5_0", "token_embd": "Q8_0", "output": "Q8_0"}
+        for name in [name for name in tensors if name.endswith(".weight")]:
+            if (part := name.split(".")[-2]) in types:
+                kind = gguf.GGMLQuantizationType[types[part]]
+                writer.add_tensor(name, gguf.quantize(tensors.pop(name), kind), raw_dtype=kind)
+
+    path = write(tmp_path / "a.gguf", hf_model(name), mixed, kind=gguf.GGMLQuantizationType.Q4_1)
+    options = {"dtype": "bfloat16", "disable_torch_compile": True, "max_running_requests": 1}
+    config = Config(model_path=str(path), quantization="gguf", speculative_algorithm="NONE", dtype="bfloat16")
+    assert not any(isinstance(part, Groups) for part in Build(config, print).network().modules())  # so small a file
+    monkeypatch.setattr(gguf_weights, "WORTH", 0)
+    for reads in ({"enable_deterministic_inference": True}, {"speculative_algorithm": "EAGLE3"}):
+        network = Build(replace(config, **reads), print).network()
+        assert isinstance(network.lm_head, torch.nn.Linear) and isinstance(network.embed_tokens, torch.nn.Embedding)
+    llm = LLM(str(path), quantization="gguf", speculative_algorithm="NONE", **options)
+    model = llm.scheduler.engine.model
+    kinds = [type(part).__name__ for part in model.layers[0].modules()]
+    assert [kinds.count(kind) for kind in ("Apart", "Int4Linear", "Groups", "Linear")] == [1, 3, 2, 0]
+    size, inner, vocabulary, tied = 128, 128, SIZES["vocab_size"], model.config.tied
+    values = model.config.kv_heads * model.config.head_dim
+    four = (2 * size * size + values * size + 2 * inner * size) * 5 // 8  # q, k, o, gate, up
+    eight = size * inner * 9 // 8 + values * size * 5 // 4
+    biases = sum(part.numel() * 2 for name, part in model.named_parameters() if name.endswith(("bias", "norm.weight")))
+    heads = (1 if tied else 2) * vocabulary * size * 9 // 8
+    assert size_of(model) == 2 * (four + eight) + heads + biases + model.frequencies.nbytes
+    asked = ("hello, 123", SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True))
+    plain = LLM(str(path), speculative_algorithm="NONE", **{**options, "dtype": "float32"})
+    ids, at = torch.arange(40)[None] * 5 % 300, torch.arange(40)[None]
+    with torch.inference_mode():
+        logits, want = (m.logits(m(ids, at, Causal(m.config.windows(40)))[0])
+                        for m in (model, plain.scheduler.engine.model))  # fmt: skip
+    assert (logits - want).norm() < 0.05 * want.norm()
+    assert len(llm.generate(*asked)["output_ids"]) == 12
 
 
 @needs_int4

@@ -28,6 +28,7 @@ import minispec.load.warm_up as warm_up_module
 from minispec import LLM
 from minispec.buffers import Sizes
 from minispec.config import Config
+from minispec.cpu.linear import PackedLinear
 from minispec.drafter import Plain
 from minispec.load.architectures import read_model_config
 from minispec.load.build import Build, captured_batches, resolve_sizes
@@ -100,6 +101,8 @@ def test_an_estimate_is_what_is_there_to_the_byte(how, tied, tmp_path, caplog, m
     if how == "packed":  # behind their handles: all but embedding, norms and frequencies
         linear = 3 * (64 * 128 + 64 * 64 + 64 * 256 + 128 * 64) + 64 * 320
         expected = replace(expected, target_weights=expected.target_weights + 4 * linear)
+        packed = [part for part in llm.scheduler.engine.model.modules() if isinstance(part, PackedLinear)]
+        assert packed and all(part.kept is None for part in packed)  # nothing is compiled that would read it
     assert estimate == expected
 
 

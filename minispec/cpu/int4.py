@@ -8,15 +8,13 @@ number of rows:
     up to 31, eager       ATen's `_weight_int4pack_mm_for_cpu`: each row has the same bits as by the template
     more, as in a prompt  the weight in the activations' dtype, one layer's at a time
 
-Embedding and LM head keep 16 bits.
-
-Read next: `int8.py`, for weights of 8 bits; `gguf_weights.py`, which fills these layers from a file.
+Read next: `groups.py`, for a file's weights of more bits; `gguf_weights.py`, which fills these layers from a file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple, cast
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,9 +47,13 @@ class Int4Linear(nn.Module):
     scales: Tensor
     many_rows: int | None = MANY_ROWS  # None: the rows of a prompt have the bits of all others, and take longer
 
-    def __init__(self, linear: nn.Linear) -> None:
-        """Take a layer's size, bias and device; `fill` gives the new layer its numbers."""
+    def __init__(self, linear: nn.Linear, parts: Sequence[str] = ()) -> None:
+        """Take a layer's size, bias and device; `fill` gives the new layer its numbers.
+
+        parts: the names in a file of what the weight joins.
+        """
         super().__init__()
+        self.parts = parts
         self.features, self.bias = linear.out_features, linear.bias
         with torch.device(linear.weight.device):
             weight = torch.empty(linear.out_features, linear.in_features // 2, dtype=torch.uint8)
@@ -98,17 +100,16 @@ def _outputs_at_once(inputs: int) -> int:
     return max(PIECE // inputs // BLOCK, 1) * BLOCK
 
 
-def paths_of(model: Model) -> list[str]:
-    """Return the places of the linear layers in a model's blocks whose sizes 4 bits fit."""
-    return [path for path, part in model.named_modules()
-            if path.startswith("layers.") and isinstance(part, nn.Linear)
-            and part.out_features % BLOCK == 0 and part.in_features % GROUP == 0]  # fmt: skip
+def fits(features: int, inputs: int) -> bool:
+    """Return whether a weight [features, inputs] can have 4 bits."""
+    return features % BLOCK == 0 and inputs % GROUP == 0
 
 
 def quantize_to_int4(model: Model) -> None:
     """Replace the linear layers of a model's blocks; each gives its old weight up before the next one is made."""
-    for path in paths_of(model):
-        linear = cast(nn.Linear, model.get_submodule(path))
+    for path, linear in list(model.layers.named_modules(prefix="layers")):
+        if not isinstance(linear, nn.Linear) or not fits(linear.out_features, linear.in_features):
+            continue
         weight, new = linear.weight.detach(), Int4Linear(linear)
         if not weight.is_meta:
             new.fill(nearest(piece.float()) for piece in weight.split(_outputs_at_once(linear.in_features)))

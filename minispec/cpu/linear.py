@@ -40,13 +40,16 @@ class PackedLinear(nn.Module):
     kept: Tensor | None
     rounds = True  # whether all products return the dtype of their input
 
-    def __init__(self, linear: nn.Linear, keep: bool = False, compiled: bool = True) -> None:
+    def __init__(
+        self, linear: nn.Linear, keep: bool = False, compiled: bool = True, several: nn.Module | None = None
+    ) -> None:
+        """several: what multiplies, if that is made already; the layer's weight is then left alone."""
         super().__init__()
         weight = linear.weight.detach()
         self.features, self.bias = linear.out_features, linear.bias
         # Whether sums are rounded here and not by the product: a sum with the bias is rounded once.
         self.wide = not self.rounds or self.bias is not None
-        self.several = for_several(weight, compiled)
+        self.several = for_several(weight, compiled) if several is None else several
         self.register_buffer("kept", weight if keep else None, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -129,15 +132,24 @@ def is_below(bound: int, rows: int) -> bool:
 def sums_of_row(x: Tensor, weight: Tensor) -> Tensor:
     """Return one row x [..., in] times weight [out, in] of any dtype, [..., out] fp32, in a loop; to be compiled."""
     features, width = weight.shape
-    # as_strided has the row and the sums stored, in float32. Inductor would compute what is before them, a norm say,
-    # once more for each of the outputs, and turn each number of the row into float32 once more for each of the weights.
     # An output of the first half and one of the second share a loop, which loads each number of the row for both.
-    row, halves = x.contiguous().float(), 1 + (features % 2 == 0)
+    halves = 1 + (features % 2 == 0)
     half = features // halves
-    parts = weight.as_strided((halves, half, width), (half * width, width, 1)).float().unbind()
-    spread = row.as_strided((half, width), (0, 1))
-    sums = torch.stack([(part * spread).sum(-1) for part in parts])
-    return sums.as_strided((features,), (1,)).view(*x.shape[:-1], features)
+    return sums_of_rows(x, weight.as_strided((halves, half, width), (half * width, width, 1)).float().unbind())
+
+
+def sums_of_rows(x: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """Return a few rows x [..., in] times a weight, [..., out] fp32, in one loop; to be compiled.
+
+    parts: the weight [out, in] fp32, in as many equal parts as outputs are to share a loop.
+    """
+    (half, width), rows, features = parts[0].shape, x.shape[:-1].numel(), len(parts) * len(parts[0])
+    # as_strided has the rows and the sums stored, in float32. Inductor would compute what is before them, a norm say,
+    # once more for each of the outputs, and turn each number of a row into float32 once more for each of the weights.
+    stored = x.contiguous().float()
+    spread = [stored.as_strided((half, width), (0, 1), row * width) for row in range(rows)]
+    sums = torch.stack([(part * row).sum(-1) for row in spread for part in parts])
+    return sums.as_strided((rows * features,), (1,)).view(*x.shape[:-1], features)
 
 
 def can_pack(dtype: torch.dtype) -> bool:

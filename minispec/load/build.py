@@ -28,6 +28,7 @@ from minispec.buffers import Sizes
 from minispec.compiled import CompileFor
 from minispec.config import WIDE, Config, flag_name
 from minispec.cpu.gather import PagedGather
+from minispec.cpu.groups import Groups
 from minispec.cpu.huge_pages import move_to_huge_pages, move_when_idle, sparse
 from minispec.cpu.int4 import Int4Linear, quantize_to_int4
 from minispec.cpu.int8 import TEXT, check_int8, pack_integers, quantize, replace_weights
@@ -200,8 +201,9 @@ class Build:
         """Return the target, or this rank's part of it."""
         network = load_model(self.config, self.model_config, self.folder, self.dtype, self.device, self.shard)
         if self.config.quantization == "gguf":
-            four = sum(isinstance(part, Int4Linear) for part in network.modules())
-            self.tell(f"gguf weights: {four} of {4 * len(network.layers)} linear layers keep 4 bits, others have 16")
+            kinds = {4: Int4Linear, 8: Groups, 16: nn.Linear}
+            counts = {bits: sum(isinstance(part, kind) for part in network.modules()) for bits, kind in kinds.items()}
+            self.tell(f"gguf weights: {', '.join(f'{count} have {bits} bits' for bits, count in counts.items())}")
         return network
 
     def drafted(self, network: Model) -> Parts:
@@ -349,12 +351,13 @@ def _blocks(model: nn.Module | None) -> Iterator[Block]:
     yield from (part for _, part in parts if isinstance(part, Block))
 
 
-def _kind(block: Block) -> tuple[type, ...]:
-    """Return the types of a block's layers: blocks with the same types share graphs.
+def _kind(block: Block) -> tuple[Any, ...]:
+    """Return the types of a block's layers, and the shapes of their buffers: blocks with the same share graphs.
 
-    The types differ between an MLP and experts, and between blocks of a checkpoint that is fp8 in part.
+    The types differ between an MLP and experts, and between blocks of a checkpoint that is fp8 in part; the shapes
+    between weights in groups of other sizes.
     """
-    return tuple(type(part) for part in block.modules())
+    return tuple((type(part), *(one.shape for one in part.buffers(recurse=False))) for part in block.modules())
 
 
 def _linear_bytes(model: Model) -> int:
@@ -410,7 +413,7 @@ class Rehearsal(Outline):
     def _share(self, model: Model) -> None:
         """Let the layers of a kind be one; with a GGUF file's own weights kinds differ by their bits."""
         if self.config.quantization == "gguf":
-            FileWeights(self.folder).use_int4(model)
+            _keep_bits(model, self.config, self.folder)
         _share_layers(model)
 
     def draft(self, target: Model) -> Drafter:
@@ -423,7 +426,7 @@ class Rehearsal(Outline):
 
 def _share_layers(model: Model) -> None:
     """Replace each layer of a model by the model's first layer of the same kind."""
-    firsts: dict[tuple[type, ...], Block] = {}
+    firsts: dict[tuple[Any, ...], Block] = {}
     model.layers = nn.ModuleList(firsts.setdefault(_kind(block), block) for block in _blocks(model))
 
 
@@ -610,7 +613,7 @@ def load_model(
     def change(model: Model) -> None:
         """Put in such layers before weights get memory; dummy weights are converted afterwards."""
         if config.quantization == "gguf":
-            FileWeights(folder).use_int4(model)
+            _keep_bits(model, config, folder)
         if to_fp8 and not dummy:
             wanted, split = partial(reads, model_config), partial(parts_of, model_config)
             use_fp8(model, stored_in_fp8(folder, config.load_format, wanted, split))
@@ -622,6 +625,11 @@ def load_model(
     if shard is not None:
         shard.join(model)
     return model
+
+
+def _keep_bits(model: Model, config: Config, folder: Path) -> None:
+    """Replace layers of a model on the meta device by those that keep the bits of its GGUF file."""
+    FileWeights(folder).use(model, eight=not config.enable_deterministic_inference, heads=not config.reads_target)
 
 
 def _fill(model: Model, config: Config, folder: Path, shard: Shard | None = None) -> None:

@@ -186,10 +186,12 @@ def test_types_of_5_to_8_bits_take_8_beside_4_and_nothing_is_there_twice(
 
     path = write(tmp_path / "a.gguf", hf_model(name), mixed, kind=gguf.GGMLQuantizationType.Q4_1)
     options = {"dtype": "bfloat16", "disable_torch_compile": True, "max_running_requests": 1}
-    config = Config(model_path=str(path), quantization="gguf", speculative_algorithm="NONE", dtype="bfloat16")
+    config = Config(model_path=str(path), quantization="gguf", speculative_algorithm="NONE", dtype="bfloat16",
+                    max_running_requests=1)  # fmt: skip
     assert not any(isinstance(part, Groups) for part in Build(config, print).network().modules())  # so small a file
     monkeypatch.setattr(gguf_weights, "WORTH", 0)
-    for reads in ({"enable_deterministic_inference": True}, {"speculative_algorithm": "EAGLE3"}):
+    others = {"max_running_requests": 2}, {"enable_deterministic_inference": True}, {"speculative_algorithm": "EAGLE3"}
+    for reads in others:
         network = Build(replace(config, **reads), print).network()
         assert isinstance(network.lm_head, torch.nn.Linear) and isinstance(network.embed_tokens, torch.nn.Embedding)
     llm = LLM(str(path), quantization="gguf", speculative_algorithm="NONE", **options)

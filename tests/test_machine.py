@@ -210,3 +210,18 @@ def test_compiled_code_is_kept_whatever_a_new_folder_lets_the_user_s_group_do(tm
                              env=env | {"XDG_CACHE_HOME": str(tmp_path / "cache")})  # fmt: skip
         assert Path(run.stdout.strip()) == tmp_path / "cache" / "minispec" / "inductor" / "minispec"
         (tmp_path / "cache" / "minispec").chmod(0o775)  # as earlier releases made it
+
+
+def test_what_takes_the_place_of_a_cache_serves_the_processes_that_compile_too(tmp_path: Path) -> None:
+    script, cache = tmp_path / "script.py", tmp_path / "cache"
+    script.write_text(
+        "import os, subprocess, sys\nos.umask(2)\nfrom minispec.load.machine import code_folder\n"
+        "print(code_folder(), flush=True)\n"
+        "len(sys.argv) > 1 or subprocess.run([sys.executable, __file__, 'again'], check=True)\n"
+    )
+    cache.mkdir()
+    cache.chmod(0o777)
+    env = os.environ | {machine_module.CACHE: str(cache)}
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, env=env)
+    own, child = run.stdout.split()
+    assert own == child and not own.startswith(str(cache))

@@ -133,7 +133,7 @@ def _code_folder(given: str | None) -> Path:
         _temporary.append(tempfile.mkdtemp(prefix="minispec-inductor-"))
         atexit.register(remove_caches)
         folder = Path(_temporary[-1], "minispec")
-        folder.mkdir()
+        folder.mkdir(mode=0o700)  # or other processes of ours would not trust it either
         logger.warning("compiled code is in %s until the end, and is not kept: %s", folder.parent, error)
     os.environ[CACHE] = str(folder.parent)
     return folder

@@ -20,7 +20,7 @@ from minispec.compiled import Key
 from minispec.config import Config
 from minispec.cpu.groups import FEW, Groups, Rows
 from minispec.cpu.groups import dense as in_float32
-from minispec.cpu.int4 import Codes, Int4Linear, dense, nearest
+from minispec.cpu.int4 import MANY_ROWS, Codes, Int4Linear, dense, nearest
 from minispec.cpu.linear import PackedLinear
 from minispec.cpu.template import reason_against_int4
 from minispec.load import files, gguf_weights
@@ -65,14 +65,14 @@ def test_weights_and_products_are_those_of_the_file(name: str) -> None:
     want = torch.from_numpy(np.array(gguf.dequantize(raw, gguf.GGMLQuantizationType[name])))
     numbers = numbers_of(raw, name)
     torch.testing.assert_close(weight_of(numbers), want, rtol=1e-6, atol=1e-6 * float(want.abs().max()))
-    layer, x = filled(numbers), torch.randn(64, 512)
+    layer, x = filled(numbers), torch.randn(MANY_ROWS, 512)
     held = dense(layer.weight, layer.scales).T  # scales and zeros are rounded to bfloat16
     assert (held - want).norm() < 3e-3 * want.norm()
     # The rounding of a scale moves no group's mean by more than the zero's own rounding does.
     off = (held - want).view(192, -1, 32).mean(-1).abs()
     assert (off <= 2**-8 * numbers.zero.abs() + 2**-16 * numbers.scale.abs() * 8 + 1e-6).all()
     exact = x.bfloat16().double() @ held.double().T
-    for rows in (1, 2, 8, 12, 16, 64):
+    for rows in (1, 2, 8, 12, 16, 64, MANY_ROWS):
         got = layer(x[:rows].bfloat16())
         assert got.dtype == BF16 and (got - exact[:rows]).abs().max() < 1e-2 * exact.abs().max(), f"{rows} rows"
 
@@ -87,7 +87,7 @@ def test_compiled_products_of_few_rows_have_the_bits_of_eager_ones_and_files_too
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch._dynamo.reset()
-    layer, x = filled(numbers_of(rows_of("Q4_K", 128, 512), "Q4_K")), torch.randn(40, 512).bfloat16()
+    layer, x = filled(numbers_of(rows_of("Q4_K", 128, 512), "Q4_K")), torch.randn(MANY_ROWS + 8, 512).bfloat16()
     with torch.inference_mode():
         want = layer(x[-16:].relu())
         for rows in (1, 8):

@@ -4,9 +4,9 @@ A weight is (code - 8) * scale + zero. This is the format of PyTorch's product o
 bfloat16. llama.cpp's Q4_0, Q4_1 and Q4_K multiply out to it (`gguf_weights.py`). How a product is made depends on its
 number of rows:
 
-    up to 31, compiled    Inductor's template with its kernel for 4 bits, by a lowering in `template.py`
-    up to 31, eager       ATen's `_weight_int4pack_mm_for_cpu`: each row has the same bits as by the template
-    more, as in a prompt  the weight in the activations' dtype, one layer's at a time
+    below 128, compiled   Inductor's template with its kernel for 4 bits, by a lowering in `template.py`
+    below 128, eager      ATen's `_weight_int4pack_mm_for_cpu`: each row has the same bits as by the template
+    more, or any number   the weight in the activations' dtype, one layer's at a time
 
 Read next: `groups.py`, for a file's weights of more bits; `gguf_weights.py`, which fills these layers from a file.
 """
@@ -23,7 +23,7 @@ from minispec.cpu.linear import is_below
 from minispec.cpu.template import GROUP
 from minispec.model import Model
 
-MANY_ROWS = 32  # from which on a weight is turned into the activations' dtype
+MANY_ROWS = 128  # from which on a weight is turned into the activations' dtype
 BLOCK = 64  # outputs that ATen packs together: a byte has one of the first half of them, and one of the second
 PIECE = 2**20  # weights that are worked on at once
 SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)  # of a group's range, that 4 bits may cover
